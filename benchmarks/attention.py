@@ -137,13 +137,14 @@ def measure(
             times[name] = time.perf_counter() - began
             return result
 
+        exchange = attention.exchange(plan)
         with torch.no_grad():
-            shards = timed("exchange_qkv", attention.to_heads, (q, k, v), plan)
+            shards = timed("exchange_qkv", exchange.to_heads, (q, k, v))
             kept = timed("attend", attention.attend_forward, shards, plan)
-            timed("exchange_out", attention.to_tokens, kept[0], plan)
+            timed("exchange_out", exchange.to_tokens, kept[0])
             saved = torch.ones_like(kept[0]), shards, kept, plan
             grads, _ = timed("attend_backward", attention.attend_backward, *saved)
-            timed("exchange_qkv_backward", attention.to_heads_backward, grads, plan)
+            timed("exchange_qkv_backward", exchange.to_heads_backward, grads)
         del shards, kept, saved, grads
         timed("all", lambda: grad(attention(q, k, v, plan=plan), (q, k, v), upstream))
         rounds.append([*times.values()])

@@ -38,7 +38,7 @@ WARM = 32768
 
 def main() -> None:
     p = parser(__doc__)
-    p.add_argument("--offload", default="auto", choices=["none", "auto", "checkpoints"])
+    p.add_argument("--offload", default="auto", choices=["none", "auto"])
     add_options(
         p,
         gpu_memory=(139.8, "GiB of each GPU, for the planner"),

@@ -8,23 +8,21 @@ that it is not kept.
 Shapes: S local tokens, T packed tokens, D width, K key heads of width E, H value heads of width V.
 """
 
-from collections.abc import Sequence
 from types import ModuleType
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from models.arch import ModelConfig
+from models.families import Delta
 from models.modules import Float32Parameter, Linear, Norm, RMSNorm, Uninitialised
 from models.ops import delta_kernels, delta_rule
-from models.ops.gated_mlp import ActivateNode
-from models.ops.linear import Matrix, linear
-from models.ops.norm import NormNode, NormRule
+from models.ops.gated_mlp import Activation
+from models.ops.linear import Matrix, Products, recorded
+from models.ops.norm import NormRule
 from ulysses.memory.levels import Rope
-from ulysses.parallel.attention import UlyssesAttention
-from ulysses.parallel.layout import AttentionPlan, Context, Tensors
-from ulysses.parallel.whole_rows import HeadExchange
+from ulysses.parallel.attention import Exchange, UlyssesAttention, head_exchange
+from ulysses.parallel.layout import AttentionPlan, Tensors
 
 
 class Filters(Uninitialised, nn.Conv1d):
@@ -33,10 +31,58 @@ class Filters(Uninitialised, nn.Conv1d):
     weight: nn.Parameter
 
 
+class LinearAttention:
+    """Run convolution and rule over whole documents; the methods are those of parallel/attention.py's Attention.
+
+    Its parameters are the filters [F, 1, W], A_log and dt_bias [H], those of all heads on every rank.
+    """
+
+    reads_results = False
+
+    def __init__(self, delta: Delta, kernel: str) -> None:
+        self.delta, self.kernel = delta, kernel
+
+    def exchange(self, plan: AttentionPlan) -> Exchange:
+        """Return the exchanges of q | k | v, b and a, and of the output."""
+        return head_exchange(self.delta.parts, plan)
+
+    def attend_forward(
+        self, shards: Tensors, plan: AttentionPlan, *parameters: Tensor
+    ) -> Tensors:
+        """Run convolution and rule, for this rank's heads: [T, heads, V]."""
+        qkv, b, a = shards
+        filters, *of_heads = parameters
+        my_columns = self.exchange(plan).my_columns
+        parts = filters[:, 0].split(self.delta.widths)
+        my_filters = torch.cat([my_columns(x, part) for part, x in enumerate(parts)])
+        inputs = qkv, b, a, my_filters, *(my_columns(x, -1) for x in of_heads)
+        return [delta_rule.mix_pack(self.delta, plan.recurrence, self.kernels(qkv), *inputs)]
+
+    def attend_backward(
+        self,
+        grad: Tensor,
+        shards: Tensors,
+        results: Tensors,
+        plan: AttentionPlan,
+        *parameters: Tensor,
+    ) -> tuple[Tensors, Tensors]:
+        """Run convolution and rule again, with a graph, and return its gradients."""
+        leaves = [x.detach().requires_grad_() for x in shards]
+        with torch.enable_grad():
+            (out,) = self.attend_forward(leaves, plan, *parameters)
+        trained = [p for p in parameters if p.requires_grad]
+        grads = torch.autograd.grad(out, (*leaves, *trained), grad)
+        return grads[: len(shards)], grads[len(shards) :]
+
+    def kernels(self, rows: Tensor) -> ModuleType:
+        """Return the module that runs rule and convolution of such rows: on a GPU in half precision the kernels'."""
+        if not rows.is_cuda or rows.dtype.itemsize > 2 or self.kernel == "reference":
+            return delta_rule
+        return delta_kernels
+
+
 class GatedDelta(nn.Module):
     """Hold the projections, the filters and each value head's decay; its methods are those of layer_node.py's Mixer."""
-
-    has_gate = True
 
     def __init__(
         self, config: ModelConfig, attention: UlyssesAttention, linear: type[Linear]
@@ -44,7 +90,8 @@ class GatedDelta(nn.Module):
         super().__init__()
         assert config.delta is not None
         D, self.delta = config.hidden_size, config.delta
-        self.kernel, self.fused = attention.kernel, config.family.fused_projections
+        self.fused = config.family.fused_projections
+        self.attention = LinearAttention(self.delta, attention.kernel)
         widths, H = self.delta.widths, self.delta.linear_num_value_heads
         # the matrices of b and a have one row for every head, too few for the blocks of a quantised matrix
         if self.fused:
@@ -67,8 +114,8 @@ class GatedDelta(nn.Module):
         x = norm(hidden)
         if not self.fused:
             parts = self.in_proj_qkv, self.in_proj_b, self.in_proj_a
-            return *linear(x, *(part.operands() for part in parts)), hidden
-        qkv, both = linear(x, self._rows(slice(3)), self.in_proj_ba.operands())
+            return *recorded(Products(*(part.operands() for part in parts)), x), hidden
+        qkv, both = recorded(Products(self._rows(slice(3)), self.in_proj_ba.operands()), x)
         both = both.unflatten(1, (self.delta.linear_num_key_heads, 2, -1))
         b, a = (part.flatten(1) for part in both.unbind(2))
         return qkv, b, a, hidden
@@ -82,120 +129,17 @@ class GatedDelta(nn.Module):
         index = torch.cat([part_rows.flatten() for part_rows in parts])
         return self.in_proj_qkvz.operands()._replace(row_index=index)
 
-    def _gate(self, x: Tensor) -> Tensor:
-        matrix = self._rows(slice(3, 4)) if self.fused else self.in_proj_z.operands()
-        return linear(x, matrix)[0]
-
-    def mix(self, *heads: Tensor, plan: AttentionPlan) -> Tensor:
-        """Run the rule with a graph, which keeps the shards and runs the rule again in backward."""
-        return _Mix.apply(self, plan, *heads, *self._trained)
-
-    def to_heads(self, heads: Tensors, plan: AttentionPlan) -> Tensors:
-        if plan.mesh.sequence_parallel_size == 1:
-            return heads
-        (qkv, *others), exchange = heads, HeadExchange(self.delta.parts, plan)
-        rows = exchange.to_heads([*qkv.split(self.delta.widths, 1), *others])
-        *each, b, a = exchange.widths
-        return tuple(x.contiguous() for x in rows.split([sum(each), b, a], 1))
-
-    def to_heads_backward(self, grads: Tensors, plan: AttentionPlan) -> Tensors:
-        if plan.mesh.sequence_parallel_size == 1:
-            return grads
-        exchange = HeadExchange(self.delta.parts, plan)
-        *qkv, b, a = exchange.to_heads_backward(torch.cat([*grads], 1))
-        return torch.cat(qkv, 1), b, a
-
-    def mix_forward(self, shards: Tensors, plan: AttentionPlan) -> Tensors:
-        with torch.no_grad():
-            return (self._mixed(shards, plan),)
-
-    def mix_backward(
-        self,
-        grad: Tensor,
-        shards: Tensors,
-        results: Tensors,
-        plan: AttentionPlan,
-    ) -> tuple[Tensors, Tensors]:
-        leaves = [x.detach().requires_grad_() for x in shards]
-        with torch.enable_grad():
-            out = self._mixed(leaves, plan)
-        grads = torch.autograd.grad(out, (*leaves, *self._trained), grad)
-        return grads[: len(shards)], grads[len(shards) :]
-
     @property
-    def _trained(self) -> list[nn.Parameter]:
-        """The trained parameters of the mix itself."""
-        return [p for p in (self.conv1d.weight, self.A_log, self.dt_bias) if p.requires_grad]
-
-    def _mixed(self, shards: Tensors, plan: AttentionPlan) -> Tensor:
-        """Run convolution and rule over all documents, for this rank's heads: [T, heads, V]."""
-        qkv, b, a = shards
-        my_columns = HeadExchange(self.delta.parts, plan).my_columns
-        parts = self.conv1d.weight[:, 0].split(self.delta.widths)
-        filters = torch.cat([my_columns(x, part) for part, x in enumerate(parts)])
-        log_rates, bias = my_columns(self.A_log, -1), my_columns(self.dt_bias, -1)
-        inputs = qkv, b, a, filters, log_rates, bias
-        return delta_rule.mix_pack(self.delta, plan.recurrence, self.kernels(qkv), *inputs)
-
-    def kernels(self, rows: Tensor) -> ModuleType:
-        """Return the module that runs rule and convolution of such rows: on a GPU in half precision the kernels'."""
-        if not rows.is_cuda or rows.dtype.itemsize > 2 or self.kernel == "reference":
-            return delta_rule
-        return delta_kernels
-
-    def to_tokens(self, out: Tensor, plan: AttentionPlan) -> Tensor:
-        if plan.mesh.sequence_parallel_size == 1:
-            return out
-        return HeadExchange(self.delta.parts, plan).to_tokens(out)
-
-    def to_tokens_backward(self, grad: Tensor, plan: AttentionPlan) -> Tensor:
-        if plan.mesh.sequence_parallel_size == 1:
-            return grad
-        return HeadExchange(self.delta.parts, plan).to_tokens_backward(grad)
+    def attention_parameters(self) -> list[nn.Parameter]:
+        """The parameters of convolution and rule."""
+        return [self.conv1d.weight, self.A_log, self.dt_bias]
 
     def output(self, mixed: Tensor, hidden: Tensor, norm: Norm) -> Tensor:
         """Return what the layer adds to its input, from the rule's output [S, H, V] and from that input."""
-        gate = self._gate(norm(hidden))
-        normal = NormNode.apply(mixed, self.norm.weight, self.norm.rule)
-        return self.out_proj(ActivateNode.apply(gate, normal.flatten(1), "silu"))
+        matrix = self._rows(slice(3, 4)) if self.fused else self.in_proj_z.operands()
+        (gate,) = recorded(Products(matrix), norm(hidden))
+        return self.out_proj(*recorded(Activation(), gate, self.norm(mixed).flatten(1)))
 
     def fits_graphs(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Return False, because the rule's chunks are counted on the host."""
         return False
-
-    @property
-    def modules_by_step(self) -> tuple[Sequence[nn.Module | nn.Parameter], ...]:
-        """The modules and parameters of project, of the mix itself and of output."""
-        mix = self.conv1d, self.A_log, self.dt_bias
-        project: Sequence[nn.Module]
-        if self.fused:
-            project, gate = (self.in_proj_qkvz, self.in_proj_ba), self.in_proj_qkvz
-        else:
-            project = self.in_proj_qkv, self.in_proj_b, self.in_proj_a
-            gate = self.in_proj_z
-        return project, mix, (gate, self.norm, self.out_proj)
-
-
-MixContext = Context[tuple[GatedDelta, AttentionPlan]]
-
-
-class _Mix(torch.autograd.Function):
-    """Exchange to whole documents, run the rule, and exchange back; keeps the shards."""
-
-    @staticmethod
-    def forward(
-        ctx: MixContext, mixer: GatedDelta, plan: AttentionPlan, *heads: Tensor
-    ) -> Tensor:
-        shards = mixer.to_heads(heads[:3], plan)
-        ctx.save_for_backward(*shards)
-        ctx.rest = mixer, plan
-        (out,) = mixer.mix_forward(shards, plan)
-        return mixer.to_tokens(out, plan)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: MixContext, grad: Tensor) -> tuple[Tensor | None, ...]:
-        mixer, plan = ctx.rest
-        grad = mixer.to_tokens_backward(grad, plan)
-        grads, of_parameters = mixer.mix_backward(grad, ctx.saved_tensors, (), plan)
-        return None, None, *mixer.to_heads_backward(grads, plan), *of_parameters

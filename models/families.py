@@ -170,13 +170,13 @@ class Delta:
             )
 
     @property
-    def parts(self) -> list[tuple[int, int]]:
-        """The number of heads and their width, of queries, keys, values, b and a."""
+    def parts(self) -> list[list[tuple[int, int]]]:
+        """The number of heads and their width, of queries, keys and values, which lie side by side, of b and of a."""
         key = self.linear_num_key_heads, self.linear_key_head_dim
         heads = self.linear_num_value_heads
-        return [key, key, (heads, self.linear_value_head_dim), (heads, 1), (heads, 1)]
+        return [[key, key, (heads, self.linear_value_head_dim)], [(heads, 1)], [(heads, 1)]]
 
     @property
     def widths(self) -> list[int]:
         """The columns of queries, keys and values."""
-        return [heads * width for heads, width in self.parts[:3]]
+        return [heads * width for heads, width in self.parts[0]]

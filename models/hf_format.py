@@ -286,10 +286,10 @@ class WeightFiles:
         endings = "_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"
         is_matrix = name.removesuffix(".weight").endswith(endings)
         if quantize != "none" and is_matrix and not stored.is_packed:
-            from models.quantized import pack, unpack
+            from models.quantized import Packed, pack
 
             data = pack(flat.view(stored.shape))
-            flat = unpack(data, stored.shape, torch.float32).view(-1)
+            flat = Packed(stored.shape).unpack(data, torch.float32).view(-1)
         # the rows, or the experts, that these elements lie in
         size = stored.shape[1:].numel()
         first, last = start // size, -(-stop // size)

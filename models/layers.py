@@ -9,7 +9,6 @@ which read them directly: hooks on a layer are called, hooks on the modules insi
 Shapes: S local tokens, D width.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,14 +18,14 @@ from models.arch import ModelConfig
 from models.families import LayerKind
 from models.modules import MLP, NO_NORM, Linear, Norm, RMSNorm
 from models.ops.gated_mlp import SecondHalf
+from models.ops.linear import recorded, trained
 from models.ops.norm import NormRule
 from models.self_attention import SelfAttention
 from ulysses.memory.layer_node import LayerNode, Mixer
 from ulysses.memory.levels import Rope
 from ulysses.memory.offload import Offloader
-from ulysses.memory.tiling import tile_rows
-from ulysses.parallel.attention import UlyssesAttention
-from ulysses.parallel.layout import AttentionPlan
+from ulysses.parallel.attention import AttendNode, UlyssesAttention
+from ulysses.parallel.layout import AttentionPlan, Tensors
 
 
 class DecoderLayer(nn.Module):
@@ -78,6 +77,11 @@ class DecoderLayer(nn.Module):
         self.recompute, self.mlp_tile, self.offloader = recompute, mlp_tile, offloader
 
     @property
+    def trained(self) -> Tensors:
+        """The trained parameters, adapters included."""
+        return trained([*self.parameters()])
+
+    @property
     def mixer(self) -> Mixer:
         """The part that mixes tokens, whose steps ulysses/memory/layer_node.py describes."""
         return getattr(self, self.mixer_name)  # type: ignore[no-any-return]
@@ -90,11 +94,12 @@ class DecoderLayer(nn.Module):
     def forward(self, hidden: Tensor, rope: Rope, plan: AttentionPlan) -> Tensor:
         learns = torch.is_grad_enabled()
         if learns and self.recompute != "none":
-            parameters = [p for step in self.parameters_by_step() for p in step]
-            return LayerNode.apply(self, rope, plan, hidden, *parameters)
+            return LayerNode.apply(self, rope, plan, hidden, *self.trained)
         *heads, hidden = self.project(hidden, rope)
-        middle = self.output(hidden, self.mixer.mix(*heads, plan=plan))
-        return self.feed_forward(middle) if learns else self.feed_forward_tiles(middle)
+        mixer = self.mixer
+        mixed = AttendNode.apply(mixer.attention, plan, *heads, *mixer.attention_parameters)
+        middle, half = self.output(hidden, mixed), self.second_half
+        return recorded(half, middle)[0] if learns else half.add_tiles(middle)
 
     def project(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, ...]:
         """Return the tensors that the mixer sends to the heads' ranks, and the layer's input, for `output`."""
@@ -109,45 +114,17 @@ class DecoderLayer(nn.Module):
             out = out * self.multiplier
         return out.add_(hidden)
 
-    def feed_forward(self, hidden: Tensor) -> Tensor:
-        """Add the feed-forward's output to the rows; each row is independent, so it can run in tiles."""
-        return self._fused().add(hidden)
-
-    def feed_forward_tiles(self, rows: Tensor) -> Tensor:
-        """Run `feed_forward` in tiles, without a graph."""
-        return self._fused().add_tiles(rows, self._tile(rows))
-
-    def feed_forward_gradients(self, rows: Tensor, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Run forward and backward of each tile; return the gradients of `rows` and of `parameters_by_step()[3]`."""
-        return self._fused().gradients(rows, grad, self._tile(rows))
-
-    def _tile(self, rows: Tensor) -> int:
-        return tile_rows(len(rows), self.mlp_tile * self.mlp.tile_factor)
-
-    def _fused(self) -> SecondHalf:
-        """Return the layer's second half."""
-        _, _, before_mlp, after_mlp = self.norms
-        half: SecondHalf = self.mlp.fused(before_mlp, after_mlp, self.rule, self.multiplier)
-        return half
-
-    def parameters_by_step(self) -> tuple[list[nn.Parameter], ...]:
-        """Return the trained parameters of project, mix, output and feed_forward, adapters included.
-
-        Parameters that make a gate of the layer's input are used by project and by output, and are in both.
-        """
-        before_mixer, after_mixer, before_mlp, after_mlp = self.norms
-        project, mix, output = self.mixer.modules_by_step
-        norm_of_gate = before_mixer if self.mixer.has_gate else NO_NORM
-        steps = (
-            (before_mixer, *project),
-            mix,
-            (norm_of_gate, *output, after_mixer),
-            (before_mlp, self.mlp, after_mlp),
+    @property
+    def second_half(self) -> SecondHalf:
+        """What adds the feed-forward's output to the rows; each row is independent, so it can run in tiles."""
+        _, _, before, after = self.norms
+        weights = [before.weight, *self.mlp.parameters(), after.weight]
+        return SecondHalf(
+            before.weight,
+            self.mlp.fused(),
+            after.weight,
+            trained(weights),
+            self.rule,
+            self.multiplier,
+            self.mlp_tile * self.mlp.tile_factor,
         )
-        return tuple(
-            [p for part in step for p in _parameters(part) if p.requires_grad] for step in steps
-        )
-
-
-def _parameters(part: nn.Module | nn.Parameter) -> Iterable[nn.Parameter]:
-    return part.parameters() if isinstance(part, nn.Module) else [part]

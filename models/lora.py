@@ -45,10 +45,6 @@ class LoraLinear(Linear):
         self.lora_A = nn.Parameter(like.new_empty(rank, D))
         self.lora_B = nn.Parameter(like.new_empty(N, rank))
 
-    def enable_adapters(self, enabled: bool) -> None:
-        """Switch the adapter on or off."""
-        self.is_on = enabled
-
     def operands(self) -> Matrix:
         plain = super().operands()
         if not self.is_on:
@@ -111,12 +107,12 @@ class BasePolicy:
         adapted: Any = [m for m in self.engine.module.modules() if isinstance(m, kinds)]
         with self.engine.inference():
             for module in adapted:
-                module.enable_adapters(False)
+                module.is_on = False
             try:
                 yield
             finally:
                 for module in adapted:
-                    module.enable_adapters(True)
+                    module.is_on = True
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         return self.engine(*args, **kwargs)

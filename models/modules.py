@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
-from models.ops.gated_mlp import ActivateNode, GatedMLP
-from models.ops.linear import Matrix, Products, linear
-from models.ops.norm import NormNode, NormRule
+from models.ops.gated_mlp import Activation, GatedMLP
+from models.ops.linear import GradientSums, Matrix, Products, Saved, recorded
+from models.ops.norm import NormRule, rms_norm, rms_norm_backward
+from ulysses.parallel.layout import Tensors
 
 
 class Float32Parameter(nn.Parameter):
@@ -45,7 +46,7 @@ class Linear(Uninitialised, nn.Linear):
         return Matrix(self.weight, self.bias, packed=self.packed)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.operands())[0]
+        return recorded(Products(self.operands()), x)[0]
 
 
 class Embedding(Uninitialised, nn.Embedding):
@@ -55,14 +56,31 @@ class Embedding(Uninitialised, nn.Embedding):
 
 
 class RMSNorm(Uninitialised, nn.RMSNorm):
-    """Scale every row of [..., D] to unit mean square, and multiply it by what the rule makes of `weight`."""
+    """Scale every row of [..., D] to unit mean square, and multiply it by what the rule makes of `weight`.
+
+    An Operation, which keeps its input.
+    """
 
     def __init__(self, width: int, rule: NormRule) -> None:
         super().__init__(width, rule.eps)
         self.rule = rule
 
     def forward(self, x: Tensor) -> Tensor:
-        return NormNode.apply(x, self.weight, self.rule)
+        return recorded(self, x)[0]
+
+    @property
+    def tensors(self) -> Tensors:
+        return [self.weight]
+
+    def run(self, x: Tensor) -> tuple[Tensors, Saved]:
+        return [rms_norm(x, self.weight, self.rule)], [x]
+
+    def run_back(self, saved: Saved, grads: Tensors, sums: GradientSums) -> Tensors:
+        # cloned, because autograd may give the same gradient to another node, and this one writes into it
+        grad = grads[0].clone(memory_format=torch.contiguous_format)
+        to_x, of_weight = rms_norm_backward(grad, saved[0], self.weight, self.rule)
+        sums.add(self.weight, of_weight)
+        return [to_x]
 
 
 class NoNorm(nn.Identity):
@@ -97,11 +115,11 @@ class MLP(nn.Module):
         self.activation = config.family.activation
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = linear(x, self.gate_proj.operands(), self.up_proj.operands())
-        return self.down_proj(ActivateNode.apply(gate, up, self.activation))
+        gate_up, down, kind = self.fused()
+        active = recorded(Activation(kind), *recorded(gate_up, x))
+        return recorded(down, *active)[0]
 
-    def fused(self, norm: Norm, after: Norm, rule: NormRule, factor: float) -> GatedMLP:
-        """Return the operation that computes this module with the norms before and after it, times the factor."""
+    def fused(self) -> GatedMLP:
+        """Return what computes this module in a layer's second half."""
         gate_up = Products(self.gate_proj.operands(), self.up_proj.operands())
-        down = Products(self.down_proj.operands())
-        return GatedMLP(norm.weight, gate_up, down, after.weight, rule, self.activation, factor)
+        return GatedMLP(gate_up, Products(self.down_proj.operands()), self.activation)

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
-from models.modules import MLP, NO_NORM, Linear, Norm
+from models.modules import MLP, Linear
 from models.ops.experts import ExpertStacks, SparseMLP, Stack, is_grouped
 from models.ops.linear import Adapter
-from models.ops.norm import NormRule
 from ulysses.memory.tiling import EXPERT_TILES
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.ranges import count_rows
@@ -129,13 +128,11 @@ class ExpertMatrices(nn.Module):
         self.num_experts, self.clamped = N, config.family.clamped_experts
         self.activation = "clamped" if self.clamped else config.family.activation
         self.sizes = {"gate_up_proj": (2 * F, D), "down_proj": (D, F)}  # outputs and inputs
-        self.shapes: dict[str, tuple[int, ...]] = {}
         self.packed: dict[str, Any] = {}  # what the bytes of quantised matrices stand for
         self.scale, self.is_on = 1.0, True  # of the adapters
         for name, (outputs, inputs) in self.sizes.items():
             sides = (inputs, outputs) if self.clamped else (outputs, inputs)
-            self.shapes[name] = (N, *sides)
-            matrices, self.packed[name] = linear.empty(self.shapes[name])
+            matrices, self.packed[name] = linear.empty((N, *sides))
             self.register_parameter(name, matrices)
             bias = nn.Parameter(torch.empty(N, outputs)) if self.clamped else None
             self.register_parameter(f"{name}_bias", bias)
@@ -153,10 +150,6 @@ class ExpertMatrices(nn.Module):
         if a:  # made whole, because ZeRO-3 partitions what a new module holds
             self.lora_A, self.lora_B = nn.ParameterDict(a), nn.ParameterDict(b)
 
-    def enable_adapters(self, enabled: bool) -> None:
-        """Switch the adapters on or off."""
-        self.is_on = enabled
-
     def _stack(self, name: str) -> Stack:
         adapter = None
         if self.is_on and hasattr(self.lora_A, name):
@@ -170,8 +163,7 @@ class ExpertMatrices(nn.Module):
     def stacks(self) -> ExpertStacks:
         """The matrices in the form that operations take."""
         gate_up, down = self._stack("gate_up_proj"), self._stack("down_proj")
-        trained = [p for p in self.parameters() if p.requires_grad] if self.is_on else []
-        return ExpertStacks(gate_up, down, trained, self.activation)
+        return ExpertStacks(gate_up, down, self.activation)
 
 
 class MoE(nn.Module):
@@ -211,31 +203,23 @@ class MoE(nn.Module):
     @property
     def is_capturable(self) -> bool:
         """Whether products of all experts run without waiting for the sizes of groups, in the router's dtype."""
-        matrices = self.router_module.weight.new_empty(
-            1, *self.experts.shapes["gate_up_proj"][1:], device="meta"
-        )
-        return is_grouped(matrices, matrices.mT.contiguous())
+        sizes = self.experts.sizes["gate_up_proj"]
+        matrix = self.router_module.weight.new_empty(sizes, device="meta")
+        return is_grouped(matrix, matrix.mT.contiguous())
 
-    def fused(self, norm: Norm, after: Norm, rule: NormRule, factor: float) -> SparseMLP:
-        """Return the operation that computes the norm and this module.
-
-        No family with experts has a norm after them, or a factor.
-        """
-        assert after is NO_NORM and factor == 1
+    def fused(self) -> SparseMLP:
+        """Return what computes this module in a layer's second half."""
         router = self.router_module
         shared: tuple = ()
         if self.shared_expert is not None:
             parts = self.shared_expert, self.shared_expert_gate
             shared = self.shared, [p for m in parts for p in m.parameters() if p.requires_grad]
         return SparseMLP(
-            norm.weight,
-            router.weight,
+            [*router.parameters()],
             self.experts.stacks,
-            rule,
             router.top_k,
             router.normalise,
             self.record,
             self.layer_number,
-            router.bias,
             *shared,
         )

@@ -50,48 +50,34 @@ def join_parts(*parts: Tensor) -> Tensor:
     return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
 
 
-def unpack(
-    data: Tensor,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return the matrices [..., F, D] that the bytes stand for, in `out` if it is given."""
-    if out is None:
-        out = torch.empty(shape, dtype=dtype, device=data.device)
-    codes, absmax_codes, nested = split_parts(data, shape)
-    if kernels := triton_kernels(out):
-        kernels.dequantize_nf4(codes, absmax_codes, nested, out)
-        return out
-    import bitsandbytes  # noqa: F401 - registers torch.ops.bitsandbytes
-
-    ops = torch.ops.bitsandbytes
-    mean, table, nested_absmax = nested.split([1, 256, len(nested) - 257])
-    absmax = ops.dequantize_blockwise(
-        absmax_codes, nested_absmax, table, NESTED_BLOCK, torch.float32
-    ).add_(mean)
-    # as rows of one block: bitsandbytes 0.50 is wrong on CPUs where a row ends within a block
-    rows = ops.dequantize_4bit(
-        codes[:, None], absmax, BLOCK, "nf4", [len(absmax), BLOCK], dtype
-    )
-    return out.copy_(rows.view(shape))
-
-
-def split_parts(data: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Return the codes, the absmax codes and `nested`, which is small and copied if it is not aligned."""
-    codes, absmax_codes, nested = data.split(packed_parts(shape))
-    aligned = nested if nested.storage_offset() % 4 == 0 else nested.clone()
-    return codes, absmax_codes, aligned.view(torch.float32)
-
-
 class Packed(NamedTuple):
-    """What the bytes of a parameter stand for: a matrix, or several, of this shape."""
+    """What the bytes of a parameter stand for: a matrix, or several, of this shape [..., F, D]."""
 
     shape: tuple[int, ...]
 
     def unpack(self, data: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """Return the matrix, in `out` if it is given."""
-        return unpack(data, self.shape, dtype, out)
+        """Return the matrices, in `out` if it is given."""
+        if out is None:
+            out = torch.empty(self.shape, dtype=dtype, device=data.device)
+        codes, absmax_codes, nested = data.split(packed_parts(self.shape))
+        # small, and copied if it is not aligned
+        nested = nested if nested.storage_offset() % 4 == 0 else nested.clone()
+        nested = nested.view(torch.float32)
+        if kernels := triton_kernels(out):
+            kernels.dequantize_nf4(codes, absmax_codes, nested, out)
+            return out
+        import bitsandbytes  # noqa: F401 - registers torch.ops.bitsandbytes
+
+        ops = torch.ops.bitsandbytes
+        mean, table, nested_absmax = nested.split([1, 256, len(nested) - 257])
+        absmax = ops.dequantize_blockwise(
+            absmax_codes, nested_absmax, table, NESTED_BLOCK, torch.float32
+        ).add_(mean)
+        # as rows of one block: bitsandbytes 0.50 is wrong on CPUs where a row ends within a block
+        rows = ops.dequantize_4bit(
+            codes[:, None], absmax, BLOCK, "nf4", [len(absmax), BLOCK], dtype
+        )
+        return out.copy_(rows.view(self.shape))
 
 
 class QuantizedLinear(Linear):
@@ -140,7 +126,8 @@ class PackedTensor(NamedTuple):
 
     def read(self, start: int, stop: int, device: torch.device | str = "cpu") -> Tensor:
         """Return the flat elements [start, stop), row-major, in float32 on the CPU."""
-        return unpack(self.read_packed(), self.shape, torch.float32).view(-1)[start:stop]
+        whole = Packed(self.shape).unpack(self.read_packed(), torch.float32)
+        return whole.view(-1)[start:stop]
 
 
 def join_packed(path: Path, tensors: dict[str, Any]) -> None:

@@ -11,52 +11,52 @@ from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from losses.logprobs import HeadOptions
 from losses.precision import at_least_float32
 from models.arch import ModelConfig
 from models.decoder import CausalLM, HeadedDecoder, placed
+from models.ops.linear import GradientSums, Saved, recorded
 from ulysses.memory.tiling import tiles
 from ulysses.parallel.batch import ShardedBatch
-from ulysses.parallel.layout import Context
+from ulysses.parallel.layout import Tensors
 
 SCORE_ROWS = 8192
 
 
 class ScoreHead(nn.Module):
-    """Return one float32 value per row of [S, D]; no bias."""
+    """Return one float32 value per row of [S, D]; no bias.
+
+    An Operation that multiplies a tile of rows at a time, so that no float32 copy of all rows exists.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(1, config.hidden_size))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return _Score.apply(hidden, self.weight)
+        return recorded(self, hidden)[0]
 
+    @property
+    def tensors(self) -> Tensors:
+        return [self.weight]
 
-class _Score(torch.autograd.Function):
-    """Multiply by the score vector in float32, a tile of rows at a time, so that no float32 copy of all rows exists."""
-
-    @staticmethod
-    def forward(ctx: Context, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        vector = at_least_float32(weight[0])
-        values = vector.new_empty(hidden.shape[0])
-        for part in tiles(hidden.shape[0], SCORE_ROWS):
+    def run(self, hidden: Tensor) -> tuple[Tensors, Saved]:
+        vector = at_least_float32(self.weight[0])
+        values = vector.new_empty(len(hidden))
+        for part in tiles(len(hidden), SCORE_ROWS):
             values[part] = hidden[part].to(vector.dtype) @ vector
-        return values
+        return [values], [hidden]
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor]:
-        hidden, weight = ctx.saved_tensors
-        vector = weight[0].to(grad.dtype)
-        grad_hidden, grad_vector = torch.empty_like(hidden), torch.zeros_like(vector)
-        for part in tiles(hidden.shape[0], SCORE_ROWS):
-            grad_hidden[part] = torch.outer(grad[part], vector)
-            grad_vector += grad[part] @ hidden[part].to(grad.dtype)
-        return grad_hidden, grad_vector[None].to(weight.dtype)
+    def run_back(self, saved: Saved, grads: Tensors, sums: GradientSums) -> Tensors:
+        (hidden,), (grad,) = saved, grads
+        vector = self.weight[0].to(grad.dtype)
+        to_hidden, to_vector = torch.empty_like(hidden), torch.zeros_like(vector)
+        for part in tiles(len(hidden), SCORE_ROWS):
+            to_hidden[part] = torch.outer(grad[part], vector)
+            to_vector += grad[part] @ hidden[part].to(grad.dtype)
+        sums.add(self.weight, to_vector[None])
+        return [to_hidden]
 
 
 class PolicyValueOutput(NamedTuple):

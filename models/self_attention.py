@@ -3,20 +3,17 @@
 Shapes: S local tokens, D width, H query heads, K kv heads, E head dim.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
 from models.modules import Linear, Norm, RMSNorm
-from models.ops.linear import Matrix, Products, linear
+from models.ops.linear import Matrix, Products, recorded
 from models.ops.norm import NormRule
 from models.ops.rotary import Projection
 from ulysses.memory.levels import Rope
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.kernels.choice import VARLEN, resolve_kernel
-from ulysses.parallel.layout import AttentionPlan, Tensors
 
 
 class SelfAttention(nn.Module):
@@ -58,8 +55,8 @@ class SelfAttention(nn.Module):
         query = self._half_of_q_proj(0) if self.has_gate else self.q_proj.operands()
         matrices = Products(query, self.k_proj.operands(), self.v_proj.operands())
         norms = [n.weight for n in self.norms]
-        projection = Projection(matrices, self.head_dim, self.rule, norm.weight, norms)
-        return projection.apply(hidden, *rope)
+        projection = Projection(matrices, self.head_dim, self.rule, norm.weight, norms, *rope)
+        return recorded(projection, hidden)
 
     def _half_of_q_proj(self, half: int) -> Matrix:
         """Return q_proj with the rows of the queries [H E] alone, or for half 1 with those of the gates."""
@@ -67,39 +64,17 @@ class SelfAttention(nn.Module):
         index = rows.view(-1, 2, self.head_dim)[:, half].flatten()
         return self.q_proj.operands()._replace(row_index=index)
 
-    def mix(self, *heads: Tensor, plan: AttentionPlan) -> Tensor:
-        """Attend, with a graph."""
-        return self.attention(*heads, plan=plan, sink=self.sinks)
-
-    def to_heads(self, heads: Tensors, plan: AttentionPlan) -> Tensors:
-        return self.attention.to_heads(heads, plan)
-
-    def to_heads_backward(self, grads: Tensors, plan: AttentionPlan) -> Tensors:
-        return self.attention.to_heads_backward(grads, plan)
-
-    def to_tokens(self, out: Tensor, plan: AttentionPlan) -> Tensor:
-        return self.attention.to_tokens(out, plan)
-
-    def to_tokens_backward(self, grad: Tensor, plan: AttentionPlan) -> Tensor:
-        return self.attention.to_tokens_backward(grad, plan)
-
-    def mix_forward(self, shards: Tensors, plan: AttentionPlan) -> Tensors:
-        return self.attention.attend_forward(shards, plan, self.sinks)
-
-    def mix_backward(
-        self,
-        grad: Tensor,
-        shards: Tensors,
-        results: Tensors,
-        plan: AttentionPlan,
-    ) -> tuple[Tensors, Tensors]:
-        return self.attention.attend_backward(grad, shards, results, plan, self.sinks)
+    @property
+    def attention_parameters(self) -> list[nn.Parameter]:
+        """The sinks, if there are any."""
+        return [] if self.sinks is None else [self.sinks]
 
     def output(self, attended: Tensor, hidden: Tensor, norm: Norm) -> Tensor:
         """Return what the layer adds to its input, from the attention's output [S, H, E] and from that input."""
         rows = attended.flatten(1)
         if self.has_gate:
-            rows = rows * linear(norm(hidden), self._half_of_q_proj(1))[0].sigmoid()
+            (gate,) = recorded(Products(self._half_of_q_proj(1)), norm(hidden))
+            rows = rows * gate.sigmoid()
         return self.o_proj(rows)
 
     def fits_graphs(self, device: torch.device, dtype: torch.dtype) -> bool:
@@ -108,11 +83,3 @@ class SelfAttention(nn.Module):
             self.attention.kernel, device, dtype, self.head_dim, window=self.attention.window
         )
         return kernel.name in VARLEN
-
-    @property
-    def modules_by_step(self) -> tuple[Sequence[nn.Module | nn.Parameter], ...]:
-        """The modules and parameters of project, of the mix itself and of output."""
-        gate = [self.q_proj] if self.has_gate else []
-        project = self.q_proj, self.k_proj, self.v_proj, *self.norms
-        mix = [] if self.sinks is None else [self.sinks]
-        return project, mix, (*gate, self.o_proj)

@@ -59,9 +59,9 @@ def whole_weights(
             if files:
                 weight = files.read(name).view(shapes[name])
             else:
-                from models.quantized import unpack
+                from models.quantized import Packed
 
-                weight = unpack(weight, shapes[name], getattr(torch, settings.dtype))
+                weight = Packed(shapes[name]).unpack(weight, getattr(torch, settings.dtype))
         module, _, last = name.rpartition(".")
         # the module of experts has adapters of several parameters, whose names the adapters' end with
         ending = "" if last == "weight" else f".{last}"

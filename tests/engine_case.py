@@ -13,7 +13,7 @@ from models.arch import ModelConfig
 from models.decoder import CausalLM
 from models.families import Experts, LayerKind
 from models.lora import add_adapters
-from models.quantized import packed_parts, unpack
+from models.quantized import Packed, packed_parts
 from models.scored import RewardModel
 from tests.family_case import FAMILIES
 from tests.harness import run_distributed
@@ -264,7 +264,7 @@ class StartedAdapters(HostWeights):
         if matrix and whole and self.quantize != "none":
             data = torch.empty(sum(packed_parts(shape)), dtype=torch.uint8)
             super().fill(name, data.shape, 0, data)
-            out.copy_(unpack(data, shape, torch.float32).view(-1))
+            out.copy_(Packed(shape).unpack(data, torch.float32).view(-1))
             return
         super().fill(name.replace(".lora_B", ".lora_A"), shape, start, out)
         if ".lora_B" in name:

@@ -77,7 +77,7 @@ class SamplingServer:
         released: ends the requests that a server keeps.
         length, model: what it tells of itself, the tokens of the longest sequence and the model's configuration.
         receiver: takes weights that come over the network (tests/weight_receiver.py), or None.
-        folder: whose weights it has read.
+        folder, starts: whose weights it has read, and how often it was started.
         load: folder, or the receiver's weights as a file -> a function of prompt and tokens, which returns their
             log-probabilities; without it, they are invented.
         scores: what a reward answers; if empty, it counts the letters of each answer.
@@ -86,7 +86,7 @@ class SamplingServer:
     def __init__(self) -> None:
         self.length: object = 4096
         self.model = {"dtype": "torch.float32", "logprobs_mode": "processed_logprobs"}
-        self.folder = ""
+        self.folder, self.starts = "", 1
         self.receiver: Any = None
         self.load: Callable[[Any], LogProbabilities] = lambda _: invented
         self.logps: LogProbabilities = invented
@@ -103,8 +103,12 @@ class SamplingServer:
                     "/health": None,
                     "/v1/models": {"data": [{"id": "policy", "max_model_len": outer.length}]},
                     "/server_info?config_format=json": {
-                        "vllm_config": {"model_config": outer.model}
+                        "vllm_config": {
+                            "model_config": outer.model,
+                            "instance_id": outer.starts,
+                        }
                     },
+                    "/model_info": {"model_path": outer.folder},
                 }
                 if outer.receiver and self.path in GET:
                     found[self.path] = outer.receiver.get()
@@ -219,6 +223,10 @@ class SamplingServer:
         triples = [[p, t, None] for p, t in zip(logps, tokens)]
         found = {"finish_reason": {"type": reason}, "output_token_logprobs": triples}
         return {"meta_info": found}
+
+    def start_again(self) -> None:
+        """Have the first weights."""
+        self.folder, self.starts = "", self.starts + 1
 
     def close(self) -> None:
         """Stop serving; nothing listens on the port from now on, but requests that have come go on."""

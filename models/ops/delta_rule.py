@@ -14,7 +14,7 @@ Shapes: T packed tokens, n chunks of C tokens, K key heads of width E, H value h
 """
 
 from collections.abc import Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from types import ModuleType
 
 import torch
@@ -74,15 +74,13 @@ def delta_rule(
     query, key, value, beta = map(at_least_float32, (query, key, value, beta))
     group = value.shape[1] // key.shape[1]
     query, key = (unit(x).repeat_interleave(group, 1) for x in (query, key))
-    # the first step takes the first chunk of every part, the second step the second chunks, ...; parts are sorted by
-    # length, so that those that still have a chunk are the first ones
     spans = [range(*bounds) for bounds in pairwise(level.bounds)]
-    order = sorted(range(len(spans)), key=lambda i: -len(spans[i]))
+    # each step takes the next chunk of every part that has one: the parts' numbers, and their rows
     steps = [
-        [spans[i][begin : begin + CHUNK] for i in order if begin < len(spans[i])]
-        for begin in range(0, len(spans[order[0]]), CHUNK)
+        {i: span[begin : begin + CHUNK] for i, span in enumerate(spans) if begin < len(span)}
+        for begin in range(0, max(map(len, spans)), CHUNK)
     ]
-    chunks = [torch.arange(chunk.start, chunk.stop) for chunk in chain(*steps)]
+    chunks = [torch.arange(x.start, x.stop) for step in steps for x in step.values()]
     rows = pad_sequence(chunks, batch_first=True, padding_value=len(value)).to(device)
 
     def chunked(x: Tensor) -> Tensor:
@@ -104,21 +102,20 @@ def delta_rule(
     )
     new, old = solved.split([v.shape[-1], k.shape[-1]], -1)  # U = new - old S
     q, k = since * q, until * k
-    state = value.new_zeros(len(spans), value.shape[1], key.shape[-1], value.shape[-1])
-    if start is not None:
-        state = start[order].to(state.dtype)
-    outs, final_states, first = [], [], 0
-    for count in map(len, steps):
-        final_states.append(state[count:])  # of the parts that ended with the step before
-        now, state = slice(first, first + count), state[:count]
+    if start is None:
+        start = value.new_zeros(len(spans), value.shape[1], key.shape[-1], value.shape[-1])
+    states, outs, first = [*start.to(v.dtype)], [], 0
+    for step in steps:
+        now, state = slice(first, first + len(step)), torch.stack([states[i] for i in step])
         written = new[now] - old[now] @ state
         outs.append(q[now] @ state + scores[now] @ written)
         state = since[now, :, -1:] * state + k[now].mT @ written
-        first += count
+        for i, after in zip(step, state):
+            states[i] = after
+        first += len(step)
     out = torch.cat(outs).transpose(1, 2).flatten(0, 1)
     out = out[rows.flatten().argsort()[: len(value)]]
-    states = torch.cat([state, *reversed(final_states)])
-    return out.to(dtype), states[torch.tensor(order, device=device).argsort()]
+    return out.to(dtype), torch.stack(states)
 
 
 def mix_step(

@@ -9,7 +9,6 @@ Shapes: S rows, k experts of a row, M = S k sorted copies, N experts, D width, F
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -18,87 +17,66 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from losses.precision import at_least_float32
-from models.ops.gated_mlp import ACTIVATIONS, Saved, SecondHalf, value_and_slope
-from models.ops.linear import Adapter, GradientSums
-from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
+from models.ops.gated_mlp import ACTIVATIONS
+from models.ops.linear import Adapter, GradientSums, Saved, trained
+from models.ops.norm import in_plain_torch, triton_kernels
+from ulysses.parallel.layout import Tensors
 
 
-def clamped(both: Tensor) -> Tensor:
-    """Return gpt-oss's (up + 1) * gate * sigmoid(1.702 * gate) of rows [M, 2F], in which gate and up alternate."""
-    gate, up = both.unflatten(1, (-1, 2)).unbind(-1)
-    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
-    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+def weighted(both: Tensor, weights: Tensor, kind: str) -> Tensor:
+    """Return the activation of rows [M, 2F] times their weights [M]; with a graph.
+
+    "clamped" is gpt-oss's (up + 1) * gate * sigmoid(1.702 * gate), of rows in which gate and up alternate.
+    """
+    if kind == "clamped":
+        gate, up = both.unflatten(1, (-1, 2)).unbind(-1)
+        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+        active = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    else:
+        gate, up = both.chunk(2, 1)
+        active = ACTIVATIONS[kind](gate) * up
+    return active * weights[:, None]
 
 
 def activate_weighted(
-    both: Tensor, weights: Tensor, kind: str = "silu", room: int = 0
-) -> Tensor:
-    """Return the activation times the weights [M] of rows [M, 2F], gate and up side by side, without a graph.
-
-    kind: one of ACTIVATIONS, or "clamped". room: how many columns are added, to be written later.
-    """
-    if kind in ("silu", "clamped") and (kernels := triton_kernels(both)):
-        is_clamped = kind == "clamped"
-        return kernels.weighted_swiglu(both, weights, clamped=is_clamped, room=(room, 0))[0]
-    wide = at_least_float32(both)
-    if kind == "clamped":
-        active = clamped(wide)
-    else:
-        gate, up = wide.chunk(2, 1)
-        active = ACTIVATIONS[kind](gate) * up
-    return F.pad((active * weights[:, None]).to(both.dtype), (0, room))
-
-
-def activate_weighted_backward(
-    grad: Tensor,
     both: Tensor,
     weights: Tensor,
     kind: str = "silu",
     room: Sequence[int] = (0, 0),
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weighted activation, and the gradients of `both` and of the weights, these in float32 or better.
+    grad: Tensor | None = None,
+) -> tuple[Tensor, Any, Any]:
+    """Return `weighted` without a graph, and for its `grad` those of `both` and of the weights.
 
-    room: how many columns are added to the first and to the second result, to be written later.
+    kind: one of ACTIVATIONS, or "clamped". room: how many columns are added to the first and to the second result, to
+    be written later. The gradient of the weights is in float32 or better.
     """
-    if kind in ("silu", "clamped") and (kernels := triton_kernels(both)):
-        is_clamped = kind == "clamped"
-        return kernels.weighted_swiglu(
-            both, weights, grad.contiguous(), clamped=is_clamped, room=room
-        )
-    grad = at_least_float32(grad)
-    wide = grad * weights[:, None]
-    if kind == "clamped":
-        x = at_least_float32(both).detach().requires_grad_()
-        with torch.enable_grad():
-            active = clamped(x)
-        (to_both,) = torch.autograd.grad(active, x, wide)
-        active = active.detach()
-    else:
-        gate, up = at_least_float32(both).chunk(2, 1)
-        value, slope = value_and_slope(gate, kind)
-        active, to_both = value * up, torch.cat((wide * up * slope, wide * value), -1)
-    to_weights = (grad * active).sum(1)
-    active = F.pad((active * weights[:, None]).to(both.dtype), (0, room[0]))
+    if kernels := triton_kernels(both):
+        return kernels.weighted(both, weights, kind, room, grad)
+    active, grads = in_plain_torch(lambda x, w: weighted(x, w, kind), grad, both, weights)
+    active = F.pad(active.to(both.dtype), (0, room[0]))
+    if grad is None:
+        return active, None, None
+    to_both, to_weights = grads
     return active, F.pad(to_both.to(both.dtype), (0, room[1])), to_weights
 
 
 def route(
     x: Tensor,
-    router: Tensor,
+    router: Tensors,
     top_k: int,
     normalise: bool,
-    bias: Tensor | None = None,
     chosen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the weights and the numbers of every row's experts [S, k], and all probabilities [S, N]; with a graph.
 
-    chosen: the numbers, if an earlier call has found them; a tie could fall otherwise.
+    router: its matrix, and its bias if it has one. chosen: the numbers, if an earlier call has found them; a tie could
+    fall otherwise.
 
     Probabilities are a softmax in float32 or better; `normalise` makes the weights sum to 1, which is the same as a
     softmax of the chosen ones alone.
     """
-    wide = bias if bias is None else at_least_float32(bias)
-    probabilities = F.linear(at_least_float32(x), at_least_float32(router), wide).softmax(-1)
+    wide_x, *wide_router = map(at_least_float32, (x, *router))
+    probabilities = F.linear(wide_x, *wide_router).softmax(-1)
     chosen = probabilities.topk(top_k, dim=-1).indices if chosen is None else chosen
     weights = probabilities.gather(-1, chosen)
     if normalise:
@@ -275,18 +253,18 @@ class Stack(NamedTuple):
 
 
 class ExpertStacks(NamedTuple):
-    """The experts' matrices, the trained tensors among them in the module's order, and the activation."""
+    """The experts' matrices, and the activation."""
 
     gate_up: Stack
     down: Stack
-    trained: Sequence[Tensor]
     activation: str = "silu"
 
     def forward(self, x: Tensor, weights: Tensor, order: Order) -> tuple[Tensor, Tensor]:
         """Return gate and up [M, 2F] of the sorted copies of x [S, D], and the experts' weighted sum [S, D]."""
         both = self.gate_up.product(order.copies(x, self.gate_up.room), order)
         weights = weights.flatten()[order.source]
-        active = activate_weighted(both, weights, self.activation, self.down.room)
+        room = self.down.room, self.gate_up.room
+        active, *_ = activate_weighted(both, weights, self.activation, room)
         return both, order.sums(self.down.product(active, order, weights))
 
     def backward(
@@ -310,10 +288,11 @@ class ExpertStacks(NamedTuple):
         to_out = order.copies(grad, self.down.room)
         sorted_weights = weights.flatten()[order.source]
         room = self.down.room, self.gate_up.room
-        active, to_both, to_weights = activate_weighted_backward(
-            self.down.back(to_out, ends), both, sorted_weights, self.activation, room
+        to_active = self.down.back(to_out, ends)
+        active, to_both, to_weights = activate_weighted(
+            both, sorted_weights, self.activation, room, to_active
         )
-        del both
+        del both, to_active
         if self.down.bias is not None:
             # a copy's weight multiplies its expert's bias too
             by_expert = to_out[:, : x.shape[1]] @ self.down.bias.t()
@@ -327,67 +306,48 @@ class ExpertStacks(NamedTuple):
         return order.sums(to_copies), to_weights[order.places].view_as(weights)
 
 
-@dataclass
-class SparseMLP(SecondHalf):
-    """The weights of a norm, of a router and of its experts, and what they compute; norm and bias may be None.
+class SparseMLP(NamedTuple):
+    """The weights of a router and of its experts, and what they compute.
 
-    record: notes which experts were chosen, as a models.moe.RouterRecord does. layer_number: among the layers with
-    experts. shared: what is added to the experts' sum, from the normalised rows; `of_shared` are its trained
-    tensors. It runs again in backward, and must draw nothing (adapters of it have no dropout).
+    router: its matrix [N, D], and its bias if it has one. record: notes which experts were chosen, as a
+    models.moe.RouterRecord does. layer_number: among the layers with experts. shared: what is added to the experts'
+    sum, from x; `of_shared` are its trained tensors. It runs again in backward, and must draw nothing (adapters of it
+    have no dropout).
     """
 
-    norm: Tensor | None
-    router: Tensor
+    router: Tensors
     experts: ExpertStacks
-    rule: NormRule
     top_k: int
     normalise: bool
     record: Any
     layer_number: int
-    bias: Tensor | None = None
     shared: Callable[[Tensor], Tensor] | None = None
     of_shared: Sequence[Tensor] = ()
 
-    @property
-    def trained(self) -> list[Tensor]:
-        tensors = self.norm, self.router, self.bias
-        trained = [t for t in tensors if t is not None and t.requires_grad]
-        return [*trained, *self.experts.trained, *self.of_shared]
-
-    def forward(self, rows: Tensor, part: slice) -> tuple[Tensor, Saved]:
-        x = rms_norm(rows, self.norm, self.rule)
-        weights, chosen, probabilities = route(
-            x, self.router, self.top_k, self.normalise, self.bias
-        )
+    def forward(self, x: Tensor, part: slice) -> tuple[Tensor, Saved]:
+        weights, chosen, probabilities = route(x, self.router, self.top_k, self.normalise)
         self.record.note(self.layer_number, chosen, probabilities, part)
-        both, out = self.experts.forward(x, weights, Order.of(chosen, len(self.router)))
+        both, out = self.experts.forward(x, weights, Order.of(chosen, len(self.router[0])))
         return out if self.shared is None else out.add_(self.shared(x)), (both, chosen)
 
     def backward(
-        self, rows: Tensor, grad: Tensor, part: slice, saved: Saved, sums: GradientSums
+        self, x: Tensor, grad: Tensor, part: slice, saved: Saved, sums: GradientSums
     ) -> Tensor:
-        x = rms_norm(rows, self.norm, self.rule)
         both, chosen = saved or (None, None)
-        of_router = [t for t in (self.router, self.bias) if t is not None]
         wide_x = at_least_float32(x).detach().requires_grad_()
-        wide = [at_least_float32(t).detach().requires_grad_(t.requires_grad) for t in of_router]
+        router = [
+            at_least_float32(t).detach().requires_grad_(t.requires_grad) for t in self.router
+        ]
         with torch.enable_grad():
             weights, chosen, probabilities = route(
-                wide_x,
-                wide[0],
-                self.top_k,
-                self.normalise,
-                wide[1] if wide[1:] else None,
-                chosen,
+                wide_x, router, self.top_k, self.normalise, chosen
             )
             self.record.note(self.layer_number, chosen, probabilities, part)
-        order = Order.of(chosen, len(self.router))
+        order = Order.of(chosen, len(self.router[0]))
         to_x, to_weights = self.experts.backward(grad, x, weights.detach(), order, sums, both)
-        leaves = wide_x, *(t for t in wide if t.requires_grad)
-        through_router, *grads = torch.autograd.grad(
-            weights, leaves, to_weights.to(weights.dtype)
-        )
-        for tensor, tensor_grad in zip([t for t in of_router if t.requires_grad], grads):
+        leaves = wide_x, *trained(router)
+        through_router, *grads = torch.autograd.grad(weights, leaves, to_weights)
+        for tensor, tensor_grad in zip(trained(self.router), grads):
             sums.add(tensor, tensor_grad)
         to_x = through_router.add_(to_x).to(x.dtype)
         if self.shared is not None:
@@ -398,6 +358,4 @@ class SparseMLP(SecondHalf):
             to_x.add_(through_shared)
             for tensor, tensor_grad in zip(self.of_shared, grads):
                 sums.add(tensor, tensor_grad)
-        to_rows, of_norm = rms_norm_backward(to_x, rows, self.norm, self.rule, grad)
-        sums.add(self.norm, of_norm)
-        return to_rows
+        return to_x

@@ -5,11 +5,13 @@
 Matrices that are neighbours in memory (zero/resident.py) are multiplied as one, and so are the a's of all adapters of
 the same rows. For backward an adapter keeps the narrow result of its a alone, [S, r].
 
+What all operations have in common stands here too: Operation, of which `recorded` makes a node, and GradientSums.
+
 Shapes: S local tokens, D width, N rows of a matrix, r an adapter's rank.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from losses.precision import at_least_float32, has_wide_products, wide_product
-from ulysses.parallel.layout import Context
+from ulysses.parallel.layout import Context, Tensors
 
 
 class Adapter(NamedTuple):
@@ -68,20 +70,31 @@ class GradientSums:
         self.whole = whole
         self._sums: dict[tuple[Tensor, ...], Tensor] = {}
 
-    def add(self, tensor: Tensor | None, grad: Tensor | None) -> None:
-        """Add to a tensor's gradient, if it is trained."""
+    def add(
+        self, tensor: Tensor | None, grad: Tensor | None, index: Tensor | None = None
+    ) -> None:
+        """Add to a tensor's gradient, if it is trained, or to that of the rows with the numbers `index`."""
         if tensor is not None and grad is not None and tensor.requires_grad:
+            if index is not None:
+                grad = grad.new_zeros(tensor.shape).index_copy_(0, index, grad)
             total = self._sums.get((tensor,))
             if total is not None:
                 total.add_(grad)
             else:
                 self._sums[tensor,] = grad if self.whole else at_least_float32(grad)
 
-    def add_product(self, tensors: Sequence[Tensor], grad: Tensor, rows: Tensor) -> None:
-        """Add grad^T rows, which holds the gradients of all these tensors one below the other, if any is trained."""
+    def add_product(
+        self, tensors: Sequence[Tensor], grad: Tensor, rows: Tensor, index: Tensor | None = None
+    ) -> None:
+        """Add grad^T rows, which holds the gradients of all these tensors one below the other, if any is trained.
+
+        index: the numbers of the rows of a single tensor that it holds.
+        """
         key = tuple(tensors)
-        if not any(t.requires_grad for t in key):
+        if not trained(key):
             return
+        if index is not None:
+            return self.add(key[0], grad.t() @ rows, index)
         wide = rows.dtype if self.whole else torch.promote_types(rows.dtype, torch.float32)
         left = grad.t()
         if not has_wide_products(rows):
@@ -96,12 +109,58 @@ class GradientSums:
         return [grads[t].to(t.dtype) for t in trained]
 
 
+Saved = Sequence[Any]  # what a forward keeps, so that backward does not compute it again
+
+
+class Operation(Protocol):
+    """A computation with its backward; `recorded` makes one node of the graph of it."""
+
+    @property
+    def tensors(self) -> Sequence[Tensor | None]:
+        """The weights that it may train, as modules list them; None for one that there is not."""
+
+    @property
+    def run(self) -> Callable[..., tuple[Tensors, Saved]]:
+        """Return the results of the inputs, and what `run_back` needs; without a graph."""
+
+    def run_back(self, saved: Saved, grads: Tensors, sums: GradientSums) -> Tensors:
+        """Return the gradients of the inputs from those of the results, and add those of what is trained to `sums`."""
+
+
+def recorded(operation: Operation, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Return the results of an operation, with a graph."""
+    return _Node.apply(operation, len(inputs), *inputs, *trained(operation.tensors))
+
+
+def trained(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return those of these tensors that are trained."""
+    return [t for t in tensors if t is not None and t.requires_grad]
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Context[Operation], operation: Operation, count: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        results, saved = operation.run(*tensors[:count])
+        ctx.save_for_backward(*saved)
+        ctx.rest = operation
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context[Operation], *grads: Tensor) -> tuple[Tensor | None, ...]:
+        operation, sums = ctx.rest, GradientSums(whole=True)
+        to_inputs = operation.run_back(ctx.saved_tensors, grads, sums)
+        return None, None, *to_inputs, *sums.of(trained(operation.tensors))
+
+
 class Products:
     """The products of the same rows with several matrices, forward once and back; the results lie side by side.
 
     Forward leaves here what backward needs, so that the next tile may begin when backward is done.
 
-    trained: the tensors that are trained, as modules list them.
+    tensors: those that are trained, as modules list them.
     narrow: scale * x a^T of all adapters, [S, r] of each, side by side.
     mask: of x [S, D]: 0 where adapters drop an input, and elsewhere what dropout scales it by.
     """
@@ -109,8 +168,8 @@ class Products:
     def __init__(self, *matrices: Matrix) -> None:
         self.matrices, self.widths = matrices, [m.outputs for m in matrices]
         self.adapters = [m.adapter for m in matrices if m.adapter is not None]
-        tensors = (t for m in matrices for t in (m.weight, m.bias, *(m.adapter or ())[:2]))
-        self.trained = [t for t in tensors if t is not None and t.requires_grad]
+        of_each = ((m.weight, m.bias, *(m.adapter or ())[:2]) for m in matrices)
+        self.tensors = trained([t for each in of_each for t in each])
         self.mask: Tensor | None = None
         self.narrow: Any = None
         self.narrow_grads: Any = None  # scale * grad b of all adapters
@@ -128,9 +187,15 @@ class Products:
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """Return the results [S, N]."""
-        biases = [None if m.bias is None else m.used_rows(m.bias) for m in self.matrices]
+        biases: list[Any] = [
+            None if m.bias is None else m.used_rows(m.bias) for m in self.matrices
+        ]
+        dense = self._dense(x.dtype)
         if not self.adapters:
-            return products(x, self._dense(x.dtype), biases)
+            if len(dense) == len(biases):
+                return [F.linear(x, matrix, bias) for matrix, bias in zip(dense, biases)]
+            bias = None if biases[0] is None else torch.cat(biases)
+            return [*F.linear(x, dense[0], bias).split(self.widths, 1)]
         self.start(x)
         self._multiply_by_a(x)
         out = x.new_empty(len(x), sum(self.widths))
@@ -143,14 +208,13 @@ class Products:
                 torch.mm(next(narrow), m.used_rows(m.adapter.b).t(), out=result)
             else:
                 torch.addmm(bias, next(narrow), m.used_rows(m.adapter.b).t(), out=result)
-        dense = stacked(self._dense(x.dtype))
         for result, matrix in zip(results if len(dense) > 1 else [out], dense):
             result.addmm_(x, matrix.t())
         return results if len(results) > 1 else [out]
 
     def back(self, grad: Tensor) -> Tensor:
         """Return the gradient of x from that of the results."""
-        total = None
+        total: Any = None
         if self.adapters:
             pairs = zip(self.matrices, grad.split(self.widths, 1))
             each = [
@@ -162,7 +226,10 @@ class Products:
             total = self.narrow_grads @ self._a
             if self.mask is not None:
                 total.mul_(self.mask)
-        return products_backward(grad, self._dense(grad.dtype), total)
+        dense = self._dense(grad.dtype)
+        for part, matrix in zip(grad.split([len(m) for m in dense], 1), dense):
+            total = part @ matrix if total is None else total.addmm_(part, matrix)
+        return total  # type: ignore[no-any-return]
 
     def gradients(self, grad: Tensor, x: Tensor, sums: GradientSums) -> None:
         """Add the gradients of what is trained; after `back`."""
@@ -172,10 +239,10 @@ class Products:
             sums.add_product([m.weight for m in self.matrices], grad, x)
         for m, part in zip(self.matrices, grads):
             if not uses_all_rows:
-                _add_product_of_rows(sums, m, m.weight, part, x)
+                sums.add_product([m.weight], part, x, m.row_index)
             if m.bias is not None and m.bias.requires_grad:
                 wide = torch.promote_types(part.dtype, torch.float32)
-                sums.add(m.bias, _of_all_rows(part.sum(0, dtype=wide), m, m.bias))
+                sums.add(m.bias, part.sum(0, dtype=wide), m.row_index)
         if not self.adapters:
             return
         if self.narrow is None:
@@ -183,19 +250,33 @@ class Products:
         narrow = self._narrow_by_adapter()
         for m, part in zip(self.matrices, grads):
             if m.adapter is not None:
-                _add_product_of_rows(sums, m, m.adapter.b, part, next(narrow))
+                sums.add_product([m.adapter.b], part, next(narrow), m.row_index)
         sums.add_product([x.a for x in self.adapters], self.narrow_grads, self._dropped(x))
 
-    def _dense(self, dtype: torch.dtype) -> list[Tensor]:
-        """Return the matrices; several quantised ones are dequantised to neighbours in memory."""
+    def run(self, x: Tensor) -> tuple[Tensors, Saved]:
+        results = self.forward(x)
+        return results, (x if self.tensors else None, *self.saved)
+
+    def run_back(self, saved: Saved, grads: Tensors, sums: GradientSums) -> Tensors:
+        grad = grads[0] if len(grads) == 1 else torch.cat([*grads], 1)
+        to_x = self.back(grad)
+        if self.tensors:
+            self.gradients(grad, saved[0], sums)
+        return [to_x]
+
+    def _dense(self, dtype: torch.dtype) -> Sequence[Tensor]:
+        """Return the matrices, as one if they are neighbours in memory; several quantised ones are made neighbours."""
         first, *others = self.matrices
         if not others or any(
             m.packed is None or m.row_index is not None for m in self.matrices
         ):
-            return [m.dense(dtype) for m in self.matrices]
+            return stacked([m.dense(dtype) for m in self.matrices])
         size = sum(self.widths), first.packed.shape[1]
         parts = torch.empty(size, dtype=dtype, device=first.weight.device).split(self.widths)
-        return [m.packed.unpack(m.weight, dtype, part) for m, part in zip(self.matrices, parts)]
+        unpacked = [
+            m.packed.unpack(m.weight, dtype, part) for m, part in zip(self.matrices, parts)
+        ]
+        return stacked(unpacked)
 
     @property
     def _a(self) -> Tensor:
@@ -219,23 +300,6 @@ def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
     return torch.addmm(left.new_empty(1), left, right, beta=0, alpha=scale)
 
 
-def _add_product_of_rows(
-    sums: GradientSums, matrix: Matrix, tensor: Tensor, grad: Tensor, rows: Tensor
-) -> None:
-    """Add grad^T rows to the gradient of those rows of a tensor that the matrix uses."""
-    if matrix.row_index is None:
-        sums.add_product([tensor], grad, rows)
-    elif tensor.requires_grad:
-        sums.add(tensor, _of_all_rows(grad.t() @ rows, matrix, tensor))
-
-
-def _of_all_rows(grad: Tensor, matrix: Matrix, tensor: Tensor) -> Tensor:
-    """Return the gradient of a whole tensor from that of the rows that the matrix uses."""
-    if matrix.row_index is None:
-        return grad
-    return grad.new_zeros(tensor.shape).index_copy_(0, matrix.row_index, grad)
-
-
 def stacked(matrices: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return one view over matrices [N, D] if they lie one after the other in memory, and else the matrices."""
     first = matrices[0]
@@ -246,52 +310,3 @@ def stacked(matrices: Sequence[Tensor]) -> Sequence[Tensor]:
             return matrices
         end += m.numel()
     return [first.as_strided((sum(map(len, matrices)), first.shape[1]), first.stride())]
-
-
-def products(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Any]) -> list[Tensor]:
-    """Return x W^T + bias for each matrix; matrices that are neighbours in memory are multiplied as one."""
-    whole, *others = stacked(matrices)
-    if others or len(matrices) == 1:
-        return [F.linear(x, matrix, bias) for matrix, bias in zip(matrices, biases)]
-    bias = None if biases[0] is None else torch.cat(tuple(biases))
-    return [*F.linear(x, whole, bias).split([len(m) for m in matrices], 1)]
-
-
-def products_backward(
-    grad: Tensor, matrices: Sequence[Tensor], total: Tensor | None = None
-) -> Tensor:
-    """Return the gradient of x from those of the results of `products`, side by side; it is added to `total`."""
-    matrices = stacked(matrices)
-    for part, matrix in zip(grad.split([len(m) for m in matrices], 1), matrices):
-        total = part @ matrix if total is None else total.addmm_(part, matrix)
-    assert total is not None
-    return total
-
-
-def linear(x: Tensor, *matrices: Matrix) -> tuple[Tensor, ...]:
-    """Return the products [S, N] of rows x [S, D] with these matrices; the graph keeps no view of them."""
-    operation = Products(*matrices)
-    return LinearNode.apply(x, operation, *operation.trained)
-
-
-class LinearNode(torch.autograd.Function):
-    """Do `linear`; keeps the rows if anything is trained."""
-
-    @staticmethod
-    def forward(
-        ctx: Context[Products], x: Tensor, operation: Products, *trained: Tensor
-    ) -> tuple[Tensor, ...]:
-        results = operation.forward(x)
-        ctx.save_for_backward(x if trained else None, *operation.saved)
-        ctx.rest = operation
-        return tuple(results)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context[Products], *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x, *_), operation, sums = ctx.saved_tensors, ctx.rest, GradientSums(whole=True)
-        grad = grads[0] if len(grads) == 1 else torch.cat(grads, 1)
-        to_x = operation.back(grad)
-        if operation.trained:
-            operation.gradients(grad, x, sums)
-        return to_x, None, *sums.of(operation.trained)

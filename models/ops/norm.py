@@ -1,23 +1,23 @@
 """RMSNorm: x / sqrt(mean(x^2) + eps) * weight over the last axis, in one pass over memory in each direction.
 
 On CUDA with Triton the passes of all elementwise operations are the kernels of passes_triton.py; elsewhere the same
-arithmetic in plain torch. Both compute in float32 (float64 for float64 inputs) and round once at the end. Only the
-nodes, here and in the files beside this one, record a graph; their `apply` takes what `forward` does, except ctx.
+arithmetic in plain torch. Both compute in float32 (float64 for float64 inputs) and round once at the end. A graph is
+recorded by `recorded` of linear.py alone.
 
 Shapes: S local tokens, D width, H heads.
 """
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from losses.precision import at_least_float32
 from models.ops import passes_triton
-from ulysses.parallel.layout import Context
+from ulysses.parallel.layout import Tensors
 
 
 class NormRule(NamedTuple):
@@ -58,14 +58,26 @@ def rms_norm_backward(
     weight = rule.scale(weight)
     if kernels := triton_kernels(x):
         return grad, kernels.rms_norm(x, weight, rule.eps, grad, residual, back=True)
-    v, w = (at_least_float32(t).detach().requires_grad_() for t in (x, weight))
-    with torch.enable_grad():
-        # backward starts from a number: to start from a gradient torch imports sympy, which takes a second
-        total = (F.rms_norm(v, w.shape, w, rule.eps) * at_least_float32(grad)).sum()
-    grad_x, grad_weight = torch.autograd.grad(total, (v, w))
+    _, (grad_x, grad_weight) = in_plain_torch(
+        lambda v, w: F.rms_norm(v, w.shape, w, rule.eps), grad, x, weight
+    )
     if residual is not None:
         grad_x = grad_x.add_(residual)
     return grad.copy_(grad_x), grad_weight
+
+
+def in_plain_torch(
+    function: Callable[..., Tensor], grad: Tensor | None, *inputs: Tensor
+) -> tuple[Tensor, Tensors]:
+    """Return function(*inputs), and for the gradient of the result those of the inputs; all in float32 or better."""
+    leaves = [at_least_float32(x).detach() for x in inputs]
+    if grad is None:
+        return function(*leaves), ()
+    with torch.enable_grad():
+        result = function(*(x.requires_grad_() for x in leaves))
+        # backward starts from a number: to start from a gradient torch imports sympy, which takes a second
+        total = (result * at_least_float32(grad)).sum()
+    return result.detach(), torch.autograd.grad(total, leaves)
 
 
 def triton_kernels(x: Tensor) -> ModuleType | None:
@@ -79,22 +91,3 @@ def triton_kernels(x: Tensor) -> ModuleType | None:
         and x.stride(-1) == 1
     )
     return passes_triton if fits else None
-
-
-class NormNode(torch.autograd.Function):
-    """Normalise x [S, D] or [S, H, D]; keeps x."""
-
-    @staticmethod
-    def forward(ctx: Context[NormRule], x: Tensor, weight: Tensor, rule: NormRule) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.rest = rule
-        return rms_norm(x, weight, rule)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context[NormRule], grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        # cloned, because autograd may give the same gradient to another node, and this one writes into it
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        # autograd rounds the weight's gradient where it is wider than the weight
-        return *rms_norm_backward(grad, x, weight, ctx.rest), None

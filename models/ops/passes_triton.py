@@ -32,108 +32,36 @@ if triton is not None:
         tl.store(pointer, value.to(pointer.dtype.element_ty), mask=mask)
 
     @triton.jit
-    def _rotate_heads(
-        x,
-        out,
-        x_row,
-        x_head,
-        out_row,
-        out_head,
-        row,
-        cos,
-        sin,
-        heads,
-        weight,
-        eps,
-        HALF: tl.constexpr,
-        BLOCK: tl.constexpr,
-        HEADS: tl.constexpr,
-    ):
-        head = tl.arange(0, HEADS)[:, None]
-        column = tl.arange(0, BLOCK)[None, :]
-        mask = (head < heads) & (column < HALF)
-        source = x + row * x_row + head * x_head + column
-        first = load(source, mask)
-        second = load(source + HALF, mask)
-        if weight is not None:  # each head's RMSNorm
-            squares = tl.sum(first * first + second * second, axis=1)[:, None]
-            scale = 1.0 / tl.sqrt(squares / (2 * HALF) + eps)
-            first *= scale * load(weight + column, column < HALF)
-            second *= scale * load(weight + HALF + column, column < HALF)
-        target = out + row * out_row + head * out_head + column
-        store(target, first * cos - second * sin, mask)
-        store(target + HALF, second * cos + first * sin, mask)
-
-    @triton.jit
     def _rotate_kernel(
-        q,
-        k,
-        q_out,
-        k_out,
-        cos_table,
-        sin_table,
-        sign,
-        q_row,
-        q_head,
-        k_row,
-        k_head,
-        qo_row,
-        qo_head,
-        ko_row,
-        ko_head,
-        q_heads,
-        k_heads,
-        eps,
-        q_weight,
-        k_weight,
-        HALF: tl.constexpr,
-        BLOCK: tl.constexpr,
-        Q_HEADS: tl.constexpr,
-        K_HEADS: tl.constexpr,
-    ):
+        tensors, outs, strides, heads, weights, cos_table, sin_table, sign, eps,
+        HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
-        column = tl.arange(0, BLOCK)
-        mask = column < HALF
-        cos = load(cos_table + row * HALF + column, mask)[None, :]
-        sin = load(sin_table + row * HALF + column, mask)[None, :] * sign
-        _rotate_heads(
-            q,
-            q_out,
-            q_row,
-            q_head,
-            qo_row,
-            qo_head,
-            row,
-            cos,
-            sin,
-            q_heads,
-            q_weight,
-            eps,
-            HALF,
-            BLOCK,
-            Q_HEADS,
-        )
-        _rotate_heads(
-            k,
-            k_out,
-            k_row,
-            k_head,
-            ko_row,
-            ko_head,
-            row,
-            cos,
-            sin,
-            k_heads,
-            k_weight,
-            eps,
-            HALF,
-            BLOCK,
-            K_HEADS,
-        )
+        column = tl.arange(0, BLOCK)[None, :]
+        table = row * HALF + column
+        cos = load(cos_table + table, column < HALF)
+        sin = load(sin_table + table, column < HALF) * sign
+        for i in tl.static_range(2):  # query and key
+            x_row, x_head, out_row, out_head = strides[i]
+            head = tl.arange(0, HEADS[i])[:, None]
+            mask = (head < heads[i]) & (column < HALF)
+            source = tensors[i] + row * x_row + head * x_head + column
+            first = load(source, mask)
+            second = load(source + HALF, mask)
+            if weights[i] is not None:  # each head's RMSNorm
+                squares = tl.sum(first * first + second * second, axis=1)[:, None]
+                scale = 1.0 / tl.sqrt(squares / (2 * HALF) + eps)
+                first *= scale * load(weights[i] + column, column < HALF)
+                second *= scale * load(weights[i] + HALF + column, column < HALF)
+            target = outs[i] + row * out_row + head * out_head + column
+            store(target, first * cos - second * sin, mask)
+            store(target + HALF, second * cos + first * sin, mask)
 
     @triton.jit
-    def _value_and_slope(g, GELU: tl.constexpr):
-        if GELU:  # tanh(z) = 2 sigmoid(2 z) - 1, z = sqrt(2 / pi) (g + 0.044715 g^3)
+    def _value_and_slope(g, KIND: tl.constexpr):
+        if (
+            KIND == "gelu_pytorch_tanh"
+        ):  # tanh(z) = 2 sigmoid(2 z) - 1, z = sqrt(2 / pi) (g + 0.044715 g^3)
             s = tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
             inner = 1.5957691216057308 * (1 + 0.134145 * g * g)
         else:
@@ -145,14 +73,14 @@ if triton is not None:
     @triton.jit
     def _gated_kernel(
         gate, up, out, grad, grads, count, gap,
-        GELU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+        KIND: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         row = at // WIDTH
         mask = at < count
         g = load(gate + at + row * gap, mask)
         u = load(up + at + row * gap, mask)
-        value, slope = _value_and_slope(g, GELU)
+        value, slope = _value_and_slope(g, KIND)
         if grad is not None:
             d = load(grad + at, mask)
             target = grads + at + row * WIDTH
@@ -161,7 +89,7 @@ if triton is not None:
         store(out + at, value * u, mask)
 
     @triton.jit
-    def _weighted_swiglu_kernel(
+    def _weighted_kernel(
         both,
         weights,
         out,
@@ -174,20 +102,20 @@ if triton is not None:
         WIDTH: tl.constexpr,
         BLOCK: tl.constexpr,
         ROWS: tl.constexpr,
-        CLAMPED: tl.constexpr,
+        KIND: tl.constexpr,
     ):
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
         column = tl.arange(0, BLOCK)[None, :]
         mask = (row < rows) & (column < WIDTH)
-        step: tl.constexpr = 2 if CLAMPED else 1
-        between: tl.constexpr = 1 if CLAMPED else WIDTH
+        step: tl.constexpr = 2 if KIND == "clamped" else 1
+        between: tl.constexpr = 1 if KIND == "clamped" else WIDTH
         at, place = row * WIDTH + column, row * 2 * WIDTH + column * step
         g = load(both + place, mask)
         u = load(both + place + between, mask)
         w = tl.load(weights + row, mask=row < rows, other=0.0)
-        value, slope = _value_and_slope(g, False)
+        value, slope = _value_and_slope(g, KIND)
         inner = 1.0
-        if CLAMPED:
+        if KIND == "clamped":
             below = tl.minimum(g, 7.0)
             s = tl.sigmoid(1.702 * below)
             value, slope = below * s, tl.where(g <= 7.0, s + 1.702 * below * s * (1 - s), 0.0)
@@ -323,75 +251,67 @@ def rotate(
     sin: Tensor,
     sign: float,
     out: Sequence[Tensor],
-    *norms: float | Tensor | None,
+    eps: float,
+    weights: tuple[Tensor | None, ...],
 ) -> None:
     """Rotate query [S, H, E] and key [S, K, E] into `out`, which may be the inputs; the last axis must be dense.
 
-    `norms` are eps and the weights [E] of the norms before it, or None where there are none.
+    weights: those of the norms [E] before it, or None where there are none.
     """
-    half = query.shape[-1] // 2
+    both, half = (query, key), query.shape[-1] // 2
     block = triton.next_power_of_2(half)
-    heads = [triton.next_power_of_2(x.shape[1]) for x in (query, key)]
+    heads = tuple(x.shape[1] for x in both)
+    heads_block = tuple(map(triton.next_power_of_2, heads))
+    strides = tuple((*x.stride()[:2], *y.stride()[:2]) for x, y in zip(both, out))
     with torch.cuda.device(query.device):
-        _rotate_kernel[(query.shape[0],)](
-            query,
-            key,
-            *out,
-            cos,
-            sin,
-            sign,
-            *(stride for x in (query, key, *out) for stride in x.stride()[:2]),
-            query.shape[1],
-            key.shape[1],
-            *norms,
-            HALF=half,
-            BLOCK=block,
-            Q_HEADS=heads[0],
-            K_HEADS=heads[1],
-            num_warps=4 if heads[0] * block <= 2048 else 8,
-        )
+        _rotate_kernel[(len(query),)](
+            both, tuple(out), strides, heads, weights, cos, sin, sign, eps,
+            HALF=half, BLOCK=block, HEADS=heads_block,
+            num_warps=4 if heads_block[0] * block <= 2048 else 8,
+        )  # fmt: skip
 
 
 def gated(
-    gate: Tensor, up: Tensor, grad: Tensor | None = None, *, gelu: bool = False
+    gate: Tensor, up: Tensor, kind: str, grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return act(gate) * up of dense rows [S, F], and for a contiguous `grad` both gradients side by side [S, 2F].
+    """Return act(gate) * up of dense rows [S, F], and for its `grad` both gradients side by side [S, 2F].
 
-    act is silu, or gelu's tanh form. gate and up have the same strides.
+    kind: "silu" or "gelu_pytorch_tanh". gate and up have the same strides.
     """
     (rows, width), count = gate.shape, gate.numel()
     out = gate.new_empty(rows, width)
-    grads = None if grad is None else gate.new_empty(rows, 2 * width)
+    grads = None
+    if grad is not None:
+        grad, grads = grad.contiguous(), gate.new_empty(rows, 2 * width)
     gap = gate.stride(0) - width
     with torch.cuda.device(gate.device):
         _gated_kernel[(triton.cdiv(count, _BLOCK),)](
-            gate, up, out, grad, grads, count, gap, GELU=gelu, WIDTH=width, BLOCK=_BLOCK
+            gate, up, out, grad, grads, count, gap, KIND=kind, WIDTH=width, BLOCK=_BLOCK
         )
     return out, grads
 
 
-def weighted_swiglu(
+def weighted(
     both: Tensor,
     weights: Tensor,
-    grad: Tensor | None = None,
-    *,
-    clamped: bool = False,
+    kind: str,
     room: Sequence[int] = (0, 0),
+    grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return silu(gate) * up * weight of dense rows [M, 2F], and for a contiguous `grad` [M, F] the gradients.
+    """Return act(gate) * up * weight of dense rows [M, 2F], and for its `grad` [M, F] the gradients.
 
-    weights [M] are float32, and so is their gradient. `clamped` is the activation of that name in experts.py. room: how
-    many columns the result and the gradient of `both` have at their end that are not written.
+    weights [M] are float32, and so is their gradient. kind: as in `gated`, or "clamped" (experts.py). room: how many
+    columns the result and the gradient of `both` have at their end that are not written.
     """
     rows, width = len(both), both.shape[1] // 2
     out, to_both, to_weights = both.new_empty(rows, width + room[0]), None, None
     if grad is not None:
-        to_both = both.new_empty(rows, 2 * width + room[1])
+        grad, to_both = grad.contiguous(), both.new_empty(rows, 2 * width + room[1])
         to_weights = torch.empty_like(weights)
     block = triton.next_power_of_2(width)
     rows_at_once = max(1, 4096 // block)
     with torch.cuda.device(both.device):
-        _weighted_swiglu_kernel[(triton.cdiv(rows, rows_at_once),)](
+        _weighted_kernel[(triton.cdiv(rows, rows_at_once),)](
             both,
             weights,
             out,
@@ -404,7 +324,7 @@ def weighted_swiglu(
             WIDTH=width,
             BLOCK=block,
             ROWS=rows_at_once,
-            CLAMPED=clamped,
+            KIND=kind,
             num_warps=8,
         )
     return out, to_both, to_weights

@@ -17,14 +17,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from losses.precision import at_least_float32
 from models.arch import ModelConfig
-from models.families import RopeScaling
-from models.ops.linear import GradientSums, Products
+from models.ops.linear import GradientSums, Products, Saved
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
-from ulysses.parallel.layout import Context, copy_strided
+from ulysses.parallel.layout import Tensors, copy_strided
 
 NO_NORM_RULE = NormRule(0.0)
 
@@ -45,25 +43,13 @@ def rope_parameters(
     """
     dim = int(config.head_dim * config.partial_rotary_factor)  # the columns that are rotated
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
-    theta: float = config.rope_theta
-    scaling = config.rope_scaling
+    theta, scaling = config.rope_theta, config.rope_scaling
     if kind == "local":
         theta, scaling = config.rope_local_theta or theta, None
     periods = theta**exponents
     frequencies, factor = 1.0 / periods, 1.0
-    if scaling is not None:
-        frequencies, factor = scaled_frequencies(periods, scaling, theta)
-    return frequencies.to(device), factor
-
-
-def scaled_frequencies(
-    periods: Tensor, scaling: RopeScaling, theta: float
-) -> tuple[Tensor, float]:
-    """Scale rotary frequencies to windows longer than the original one, as transformers does.
-
-    Returns float32 inverse frequencies [E/2] for the periods of base `theta`, and the factor of cosine and sine.
-    """
-    dim, frequencies, factor = 2 * len(periods), 1.0 / periods, 1.0
+    if scaling is None:
+        return frequencies.to(device), factor
     # `unscaled` is 1 for high frequencies, which stay, and 0 for low ones, which are divided by the factor
     if scaling.rope_type == "linear":
         frequencies = frequencies / scaling.factor
@@ -99,7 +85,7 @@ def scaled_frequencies(
         )
         growth = 0.1 * math.log(scaling.factor)
         factor = scaling.attention_factor or (above * growth + 1) / (below * growth + 1)
-    return frequencies, factor
+    return frequencies.to(device), factor
 
 
 def rotary_table(
@@ -162,8 +148,8 @@ def rotate_pair(
         rotate_pair(first, second, cos, sin, back=back, out=(first, second))
         return out
     if (kernels := triton_kernels(query)) and triton_kernels(key):
-        scales = [rule.scale(norm) for norm in norms] or (None, None)
-        kernels.rotate(query, key, cos, sin, -1.0 if back else 1.0, out, rule.eps, *scales)
+        weights = tuple(map(rule.scale, norms)) or (None, None)
+        kernels.rotate(query, key, cos, sin, -1.0 if back else 1.0, out, rule.eps, weights)
         return out
     cos, sin = cos[:, None], (-sin if back else sin)[:, None]
     for x, norm, target in zip((query, key), norms or (None, None), out):
@@ -175,94 +161,54 @@ def rotate_pair(
     return out
 
 
-def rotate_backward(
-    out: Sequence[Tensor],
-    query: Tensor,
-    key: Tensor,
-    rule: NormRule,
-    cos: Tensor,
-    sin: Tensor,
-    *saved: Tensor,
-) -> list[Tensor]:
-    """Write the gradients of query and key before `rotate_pair` into `out`, from those after it, `query` and `key`.
-
-    Return the gradients of the norms' weights, if there are any, in float32 or better. `saved` is query, key and the
-    weights as `rotate_pair` received them, or nothing without norms.
-    """
-    rotate_pair(query, key, cos, sin, back=True, out=out)
-    of_norms = []
-    for grad, x, norm in zip(out, saved, saved[2:]):
-        if len(norm) > x.shape[-1]:  # of whole rows
-            grad, x = grad.view(len(grad), -1), x.flatten(1)
-        of_norms.append(rms_norm_backward(grad, x, norm, rule)[1])
-    return of_norms
-
-
 class Projection(NamedTuple):
     """What a layer does to its input before attention: the three matrices, and the norms before and after them.
 
-    norms: of queries and of keys, or none.
+    norms: of queries and of keys, or none. cos, sin: [S, E/2]; narrower tables rotate the first columns of heads only.
     """
 
     matrices: Products
     head_dim: int
     rule: NormRule
     norm: Tensor | None
-    norms: Sequence[Tensor] = ()
+    norms: Sequence[Tensor]
+    cos: Tensor
+    sin: Tensor
 
     @property
-    def trained(self) -> list[Tensor]:
-        """The tensors that are trained."""
-        tensors = self.norm, *self.norms, *self.matrices.trained
-        return [t for t in tensors if t is not None and t.requires_grad]
+    def tensors(self) -> Sequence[Tensor | None]:
+        return [self.norm, *self.norms, *self.matrices.tensors]
 
-    def apply(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    def run(self, hidden: Tensor) -> tuple[Tensors, Saved]:
         """Return query [S, H, E] and key [S, K, E], both rotated, value [S, K, E], and hidden [S, D] itself.
 
-        The last is for the residual: its gradient comes to this node, which adds it in the norm's backward.
+        The last is for the residual: its gradient comes to this operation, which adds it in the norm's backward.
         """
-        return _ProjectNode.apply(hidden, cos, sin, self, *self.trained)
-
-
-class _ProjectNode(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Context[Projection],
-        hidden: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        projection: Projection,
-        *trained: Tensor,
-    ) -> tuple[Tensor, ...]:
-        matrices, norms, rule = projection.matrices, projection.norms, projection.rule
-        results = matrices.forward(rms_norm(hidden, projection.norm, rule))
-        query, key, value = (x.unflatten(1, (-1, projection.head_dim)) for x in results)
+        results = self.matrices.forward(rms_norm(hidden, self.norm, self.rule))
+        query, key, value = (x.unflatten(1, (-1, self.head_dim)) for x in results)
         # only the backward of norms reads query and key as they were before
-        saved, out = ((query, key), None) if norms else ((), (query, key))
-        ctx.save_for_backward(hidden, cos, sin, *matrices.saved, *saved)
-        ctx.rest = projection
-        return *rotate_pair(query, key, cos, sin, rule, *norms, out=out), value, hidden
+        saved, out = ((query, key), None) if self.norms else ((), (query, key))
+        rotated = rotate_pair(query, key, self.cos, self.sin, self.rule, *self.norms, out=out)
+        return [*rotated, value, hidden], (hidden, *saved, *self.matrices.saved)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context[Projection], *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (hidden, cos, sin, _, _, *saved), projection = ctx.saved_tensors, ctx.rest
-        matrices, norms, rule = projection.matrices, projection.norms, projection.rule
-        sums = GradientSums(whole=True)
+    def run_back(self, saved: Saved, grads: Tensors, sums: GradientSums) -> Tensors:
+        (hidden, *saved), matrices = saved, self.matrices
         flat = hidden.new_empty(len(hidden), sum(matrices.widths))
         parts = [
             part.view_as(grad) for part, grad in zip(flat.split(matrices.widths, 1), grads)
         ]
-        saved = [*saved, *norms]
-        of_norms = rotate_backward(parts[:2], grads[0], grads[1], rule, cos, sin, *saved)
+        rotate_pair(grads[0], grads[1], self.cos, self.sin, back=True, out=parts[:2])
+        for part, x, norm in zip(parts, saved, self.norms):
+            if len(norm) > self.head_dim:  # of whole rows
+                part, x = part.view(len(part), len(norm)), x.flatten(1)
+            sums.add(norm, rms_norm_backward(part, x, norm, self.rule)[1])
         copy_strided(parts[2], grads[2])
         to_x = matrices.back(flat)
-        if matrices.trained:
-            x = rms_norm(hidden, projection.norm, rule)
+        if matrices.tensors:
+            x = rms_norm(hidden, self.norm, self.rule)
             matrices.gradients(flat, x, sums)
             del x
         residual = grads[3].contiguous()
-        to_hidden, of_norm = rms_norm_backward(to_x, hidden, projection.norm, rule, residual)
-        for norm, grad in zip((projection.norm, *norms), (of_norm, *of_norms)):
-            sums.add(norm, grad)
-        return to_hidden, None, None, None, *sums.of(projection.trained)
+        to_hidden, of_norm = rms_norm_backward(to_x, hidden, self.norm, self.rule, residual)
+        sums.add(self.norm, of_norm)
+        return [to_hidden]

@@ -21,7 +21,7 @@ SHAPE = """
 
 
 OPTIONS = """{"arch": "qwen2.5-0.5b", "layers": 2, "sp": 0, "seq": [48, 48, 48, 24], "documents": [2, 2, 2, 4],
-"recompute": ["none", "block", "block", "none"], "offload": ["none", "none", "checkpoints", "none"],
+"recompute": ["none", "block", "block", "none"], "offload": ["none", "none", "auto", "none"],
 "steps": 1, "warm": 0, "skip_attention": false, "out": "", "watch": 0, "micro_batches": 2, "gpu_memory": 0}"""
 
 
@@ -43,7 +43,7 @@ def test_steps_are_measured_as_set():
         assert others["tokens"] == steps[0]["tokens"] and others["loss"] != steps[-1]["loss"]
         levels = "none block block none block".split()
         assert [row["recompute"] for row in rows] == levels
-        assert [row["offload"] for row in steps] == [0, 0, 2]
+        assert [row["offload"] for row in steps] == [0, 0, 0]  # a CPU has room for all
         wanted = {"weights": "resident", "micro_batches": 2, "tokens": 96, "sp": 2, "dp": 1}
         assert steps[0] | wanted == steps[0] and steps[0]["seconds"] > 0
         # the same tokens, one engine, step after step

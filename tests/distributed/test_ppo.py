@@ -29,7 +29,7 @@ from ulysses.parallel.mesh import ParallelMesh
 from ulysses.rl.engine_sampler import EngineSampler
 from ulysses.rl.rollout import RolloutMaker
 from ulysses.rl.rollout_dataset import Rollout
-from ulysses.rl.sampler import Completion, SamplingOptions
+from ulysses.rl.sampler import SamplingOptions
 from ulysses.rl.trajectory import Trajectory
 from ulysses.stages.referenced import logps_of
 from ulysses.zero.engine import gathered_weights
@@ -81,9 +81,8 @@ def fixed_rollout(config, budget=0):
         for length in torch.randint(1, 25, (4,), generator=draw).tolist():
             answer = torch.randint(0, 97, (length,), generator=draw).tolist()
             n = len(answers)
-            completion = Completion(answer, [0.0] * length)
-            group = n if alone else n // 4
-            answers.append(Trajectory.of(tokens, completion, group=group, episode=n))
+            drawn = answer, [0.0] * length, [True] * length, True
+            answers.append(Trajectory(tokens, *drawn, group=n if alone else n // 4, episode=n))
             a, b, c, d = torch.randn(4, prompt + length, generator=draw)
             parts.append(
                 {
@@ -341,7 +340,7 @@ def model_scores():
     maker, source = trainer.stage.maker, HostWeights(SHAPE, 4)
     maker.scorer = frozen_engine(lambda: RewardModel(SHAPE, maker.mesh), source)
     maker.ppo, maker.reward = PpoSection(reward="models/rm"), None
-    rollout = maker.answer(0, prompts(), [3, 1, 5])
+    rollout = maker.scored(0, prompts(), maker.draw(0, prompts(), [3, 1, 5]))
     plain = filled(RewardModel(SHAPE, None, attention="reference"), source)
     alone = (pack_shard(list(rollout[i].sequences), ParallelMesh(1), "cpu") for i in range(3))
     with torch.no_grad():

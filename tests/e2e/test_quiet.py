@@ -37,14 +37,14 @@ OPTIONAL = """
 losses.distill losses.dpo losses.kto losses.ppo losses.preference losses.reward_model
 models.delta models.lora models.moe models.quantized models.scored
 ulysses.check.adapter_settings ulysses.check.other_models ulysses.gradients.skipping ulysses.gradients.ulysses_pro
-ulysses.parallel.recurrence ulysses.parallel.whole_rows ulysses.report
+ulysses.parallel.recurrence ulysses.report
 ulysses.rl.ppo ulysses.run.routers ulysses.run.samples ulysses.stages.dpo ulysses.stages.passes
 ulysses.stages.referenced ulysses.zero.deepspeed_internals ulysses.zero.eight_bit
 """.split()
 
 
 # What plain fine-tuning on one process calls: functions, and the files that they are in.
-MOST_FUNCTIONS, MOST_CALLED = 595, 79  # the heartbeat of one process among them
+MOST_FUNCTIONS, MOST_CALLED = 589, 79  # the heartbeat of one process among them
 # notes the code of all that is called
 NOTES = """
 import inspect, sys, threading, torch, transformers

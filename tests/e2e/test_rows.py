@@ -15,6 +15,7 @@ from tests.e2e.test_stage_runs import configured
 from tests.harness import run_distributed
 from tests.sampling_server import SamplingServer, load
 from ulysses.config.section import UserCodeError
+from ulysses.disk import DiskError
 from ulysses.plan.planner import planned_step
 from ulysses.run.training_run import TrainingRun
 
@@ -126,9 +127,17 @@ def own_loop(run, rows):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_program_samples_and_learns(tmp_path, world):
-    words = from_rows(tmp_path, f"--parallel.sequence_parallel_size {world}")
-    found = run_distributed(train, world, words, own_loop, saved(), cpu=True)
-    wanted = metrics(Path(PLACE.name) / "sampled")[-1]
+    """And the run folder has what it has after any other run."""
+    typed = f"--parallel.sequence_parallel_size {world} --run.save_every 1"
+    found = run_distributed(
+        train, world, from_rows(tmp_path, typed), own_loop, saved(), cpu=True
+    )
+    logged, wanted = metrics(tmp_path / "run"), metrics(Path(PLACE.name) / "sampled")[-1]
+    assert [line["step"] for line in logged] == [1, 2] and logged[1]["loss"] == found[0][0][1][
+        "loss"
+    ]
+    checkpoints = (tmp_path / "run/checkpoints").iterdir()
+    assert {path.name for path in checkpoints} == {"step-1", "step-2"}
     for (drawn, learnt), _ in found:
         assert drawn == found[0][0][0] and drawn[0] != drawn[1]
         assert len(drawn[0]) == 3 and drawn[0][0] != drawn[0][2]
@@ -166,6 +175,22 @@ def test_a_program_is_refused_before_any_work_and_rows_are_planned_as_they_are(t
         train, 1, from_rows(tmp_path, typed), what_is_refused, saved(), cpu=True
     )
     assert planned == pytest.approx(trained, rel=0.2)
+
+
+def loses_its_log(run, rows):
+    """The step after the log could not be written is the last one."""
+    run.sample([[5]])
+    (Path(run.config.run.output) / "metrics.jsonl").unlink()
+    with pytest.raises(InterruptedError, match="asked to stop, and has saved step 2"):
+        run.learn(rows)
+    with pytest.raises(DiskError, match="metrics.jsonl"):
+        run.resources.close()
+
+
+def test_a_program_is_stopped_when_its_log_cannot_be_written(tmp_path):
+    words = from_rows(tmp_path, "--run.steps 4 --run.save_last false")
+    run_distributed(train, 1, words, loses_its_log, saved(), cpu=True)
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-2"]
 
 
 def refusal(run):

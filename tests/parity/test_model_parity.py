@@ -197,7 +197,7 @@ def test_positions_without_weight_cost_nothing_and_an_empty_head_still_runs() ->
     full = model(batch_of([row]))
     torch.testing.assert_close(out.logps[9:12], full.logps[9:12])
     assert out.logps.count_nonzero() == 3
-    empty = model(pack_shard([], ParallelMesh(), may_be_empty=True))
+    empty = model(pack_shard([], ParallelMesh()))
     empty.logps.sum().backward()
     assert seen == [3, len(row) - 1, 0]
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())

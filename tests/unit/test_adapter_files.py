@@ -19,7 +19,7 @@ from models.folders import read_config
 from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
 from models.lora import add_adapters, is_adapter, save_adapters
-from models.quantized import pack, unpack
+from models.quantized import Packed, pack
 from models.writing import whole_weights
 from tests import rows_of
 from tests.family_case import FAMILIES
@@ -215,7 +215,9 @@ def test_merging_onto_the_original_weights_says_how_far_they_are(base, tmp_path,
         if name.endswith("_proj.weight"):
             data = pack(originals.read(name).view(stored.shape))
             lost += float(
-                (unpack(data, stored.shape, torch.float32).view(-1) - whole).square().sum()
+                (Packed(stored.shape).unpack(data, torch.float32).view(-1) - whole)
+                .square()
+                .sum()
             )
         change += float(update.square().sum())
     told = float(re.search(r"differ from the trained ones by (\d+)% of", said)[1])

@@ -8,6 +8,7 @@ import time
 import urllib.request
 from contextlib import closing, suppress
 from threading import Timer
+from types import SimpleNamespace
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
@@ -23,8 +24,8 @@ from ulysses.config.stage_sections import PpoSection
 from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.tokenizer import load_tokenizer
 from ulysses.rl import episodes
-from ulysses.rl.episodes import EpisodeLoop, Episodes
-from ulysses.rl.model import EpisodeOverError, Model
+from ulysses.rl.episodes import EpisodeLoop
+from ulysses.rl.model import EpisodeOverError
 from ulysses.rl.sampler import Completion
 from ulysses.rl.tool_calls import split_calls
 
@@ -90,18 +91,18 @@ def run(
     global episode
     episode = function
     settings = PpoSection(rollout=f"{__name__}:episode", **{"max_new_tokens": 100, **ppo})
-    chat = ChatTemplate(tokenizer, template)
-    sizes = len(tokenizer), longest, settings.max_new_tokens
-
-    def model(ask, url, key):
-        return Model(ask, url, key, tokenizer, chat, *sizes)
-
+    shape = SimpleNamespace(vocab_size=len(tokenizer))
+    parts = SimpleNamespace(
+        tokenizer=tokenizer,
+        template=ChatTemplate(tokenizer, template),
+        weights=SimpleNamespace(shape=shape),
+        renew=lambda: None,
+    )
     numbered = {3 + n: (40 + n, row) for n, row in enumerate(rows)}
-    with closing(EpisodeLoop()) as thread:
+    with closing(EpisodeLoop(settings, parts, longest)) as thread:
         for n in range(rollouts):
             sampler = Scripted(tokenizer, *texts, pause=pause)
-            made = Episodes(settings, model, longest, lambda: None, thread, numbered)
-            found = made.run(sampler, n)
+            found = thread.draw(numbered, sampler, n)
     return found, sampler
 
 
@@ -352,7 +353,7 @@ FAULTS = {
     "returned nan; return": wrong(float("nan")),
     "returned None; return a finite number": wrong(None),
     r"failed: .*5000 tokens leave no room .* \(test_episodes.py": asks_for_much,
-    "failed: ValueError: a prompt has tokens, and they are from 0 to": asks_nonsense,
+    "failed: ValueError: a prompt should have tokens, and they are from 0 to": asks_nonsense,
     "failed: .*message 1 has the role 'king'": chats_nonsense,
     "took longer than ppo.reward_timeout, 0.3 s, beside its calls": sleeps,
     "took longer than ppo.reward_timeout, 0.3 s": blocks,
@@ -497,8 +498,7 @@ def test_wrong_requests_are_answered_as_openai_answers_them(tokenizer):
             status, answer = await asyncio.to_thread(posted, url, key, body)
             assert status == 400 and sentence in answer["error"]["message"], answer
             assert answer["error"]["type"] == "invalid_request_error"
-        for wrong in (url.replace("/3/", "/77/"), f"{url}s"):
-            assert (await asyncio.to_thread(posted, wrong, key, good))[0] == 404
+        assert (await asyncio.to_thread(posted, f"{url}s", key, good))[0] == 404
         for given, length, code in (("x", 9**9, 401), (key, 9**9, 413), (key, "x", 400)):
             assert f" {code} " in await asyncio.to_thread(answered, url, given, length)
         assert (await asyncio.to_thread(posted, url, key, good))[0] == 200
@@ -520,18 +520,41 @@ def answered(url, key, length):
         return client.makefile().readline()
 
 
-def test_an_answer_that_a_program_gave_up_on_is_not_trained(tokenizer, capfd):
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_an_answer_that_a_program_gave_up_on_is_not_trained(tokenizer, capfd, seconds):
+    """Whether the event loop sees that before the answer comes or, after so many seconds, together with it."""
+
     async def retries(row, model):
         body = {"messages": [{"role": "user", "content": "a"}]}
         given = f"{model.base_url}/chat/completions", model.api_key, body
+        attempt = asyncio.ensure_future(asyncio.to_thread(posted, *given, timeout=0.1))
+        while not model.calls:
+            await asyncio.sleep(0.001)
+        time.sleep(seconds)
         with suppress(TimeoutError):
-            await asyncio.to_thread(posted, *given, timeout=0.1)
+            await attempt
         await asyncio.to_thread(posted, *given)
         return 1.0
 
     [one], sampler = run(tokenizer, retries, "nobody reads this", "used", pause=0.5)
     assert shown(tokenizer, one).endswith("[used<|im_end|>]") and len(sampler.seen) == 2
     assert not capfd.readouterr().err
+
+
+def test_one_endpoint_serves_all_rollouts_and_a_key_one_episode(tokenizer):
+    seen = []
+
+    async def asks(row, model):
+        await model.complete([5])
+        seen.append((model.base_url, model.api_key))
+        body = {"messages": [{"role": "user", "content": "a"}]}
+        url, earlier = f"{model.base_url}/chat/completions", seen[0][1]
+        return (await asyncio.to_thread(posted, url, earlier, body))[0]
+
+    [one], _ = run(tokenizer, asks, "a", "b", rollouts=2)
+    assert one.scores == {f"{__name__}:episode": 401.0}
+    urls, keys = zip(*seen)
+    assert len({*urls}) == 1 and len({*keys}) == 2
 
 
 def test_a_program_may_fail_when_it_has_no_more_room(tokenizer):

@@ -10,8 +10,16 @@ from models.ops.experts import (
     SparseMLP,
     Stack,
 )
-from models.ops.gated_mlp import ACTIVATIONS, GatedMLP, activate, activate_backward
-from models.ops.linear import Adapter, GradientSums, Matrix, Products, linear, stacked
+from models.ops.gated_mlp import ACTIVATIONS, GatedMLP, SecondHalf, activate
+from models.ops.linear import (
+    Adapter,
+    GradientSums,
+    Matrix,
+    Products,
+    recorded,
+    stacked,
+    trained,
+)
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward
 from models.ops.rotary import Projection, rotate_pair
 
@@ -127,8 +135,8 @@ def test_projecting_half(device, dtype, normed, heads, kv_heads, width, together
     wanted = in_float64(exact, inputs, *grads)
     x, *weights = (t.requires_grad_() for t in inputs)
     matrices = Products(*map(Matrix, weights[1:4], weights[4:7]))
-    own = Projection(matrices, width, RULE, weights[0], weights[7:])
-    found = own.apply(x, cos, sin)
+    own = Projection(matrices, width, RULE, weights[0], weights[7:], cos, sin)
+    found = recorded(own, x)
     factor = 2.0 if dtype == torch.float32 else 4.0  # several roundings in a row
     all_near((*found, *torch.autograd.grad(found, inputs, grads)), wanted, dtype, factor)
 
@@ -159,20 +167,20 @@ def test_feed_forward_half(device, dtype, tile, together, kind, factor_of_sum):
 
         def fused(norm, gate, up, down, after=after):
             pair = Products(Matrix(gate), Matrix(up))
-            return GatedMLP(
-                norm, pair, Products(Matrix(down)), after, RULE, kind, factor_of_sum
-            )
+            mlp = GatedMLP(pair, Products(Matrix(down)), kind)
+            own = trained([norm, gate, up, down, after])
+            return SecondHalf(norm, mlp, after, own, RULE, factor_of_sum, tile)
 
-        out = fused(*weights[:4]).add(x)
+        (out,) = recorded(fused(*weights[:4]), x)
         factor = 1.0 if dtype == torch.float32 else 4.0  # several bfloat16 roundings in a row
-        for found in (out, fused(*weights[:4]).add_tiles(x, tile)):
+        for found in (out, fused(*weights[:4]).add_tiles(x)):
             near(found, exact, dtype, factor=factor)
         all_near(torch.autograd.grad(out, [x, *weights], grad), exact_grads, dtype, factor)
-        grad_x, found = fused(*weights[:4]).gradients(x, grad, tile)
+        grad_x, found = fused(*weights[:4]).gradients(x, grad)
         all_near((grad_x, *found), exact_grads, dtype, factor)
         for frozen in (weights[0], *weights[2:]):
             frozen.requires_grad_(False)
-        _, (of_gate,) = fused(*weights[:4]).gradients(x, grad, tile)
+        _, (of_gate,) = fused(*weights[:4]).gradients(x, grad)
         near(of_gate, exact_grads[2], dtype, factor=factor)
 
 
@@ -207,14 +215,15 @@ def test_feed_forward_half_with_adapters(device, dtype, tile, rank, adapted):
     own = [Matrix(m, adapter=Adapter(*p, 0.7) if p else None) for m, p in zip(matrices, pairs)]
 
     def fused():
-        return GatedMLP(norm, Products(*own[:2]), Products(own[2]), None, RULE)
+        mlp = GatedMLP(Products(*own[:2]), Products(own[2]))
+        return SecondHalf(norm, mlp, None, trained, RULE, tile=tile)
 
-    out = fused().add(x.requires_grad_())
+    (out,) = recorded(fused(), x.requires_grad_())
     factor = 1.0 if dtype == torch.float32 else 4.0
-    for found in (out, fused().add_tiles(x, tile)):
+    for found in (out, fused().add_tiles(x)):
         near(found, exact, dtype, factor=factor)
     all_near(torch.autograd.grad(out, [x, *trained], grad), exact_grads, dtype, factor)
-    grad_x, found = fused().gradients(x, grad, tile)
+    grad_x, found = fused().gradients(x, grad)
     all_near((grad_x, *found), exact_grads, dtype, factor)
 
 
@@ -230,7 +239,8 @@ def test_dropout_is_of_the_inputs_of_adapters_alone():
     wanted = in_float64(exact, (x, a, b), grad)
     trained = [t.requires_grad_() for t in (x, a, b)]
     torch.manual_seed(3)
-    (found,) = linear(x, Matrix(weight, adapter=Adapter(a, b, 2.0, 0.4)))
+    adapted = Matrix(weight, adapter=Adapter(a, b, 2.0, 0.4))
+    (found,) = recorded(Products(adapted), x)
     all_near((found, *torch.autograd.grad(found, trained, grad)), wanted, torch.float32)
 
 
@@ -256,7 +266,7 @@ def test_adapters_of_projections_that_read_the_same_rows(dtype, together):
         Matrix(second),
         Matrix(third, adapter=Adapter(c, d, 2.0), row_index=chosen),
     )
-    found = linear(x, *matrices)
+    found = recorded(Products(*matrices), x)
     factor = 1.0 if dtype == torch.float32 else 2.0
     all_near((*found, *torch.autograd.grad(found, inputs, grads)), wanted, dtype, factor)
 
@@ -312,23 +322,22 @@ def test_experts_half(device, dtype, tile, kind):
 
     exact, *exact_grads = in_float64(half, inputs, grad)
     x, norm, router, *matrices = (t.requires_grad_() for t in inputs)
-    bias = matrices.pop() if clamped else None
+    bias = [matrices.pop()] if clamped else []
     pairs = list(map(Stack, matrices))
     if clamped:
         pairs = [
             Stack(m, bias=b, transposed=True) for m, b in zip(matrices[::2], matrices[1::2])
         ]
-    stacks = ExpertStacks(*pairs, matrices, "clamped" if clamped else "silu")
-    fused = SparseMLP(norm, router, stacks, RULE, 2, normalise, NoRecord(), 0, bias)
-    out = fused.add(x)
+    stacks = ExpertStacks(*pairs, "clamped" if clamped else "silu")
+    experts = SparseMLP([router, *bias], stacks, 2, normalise, NoRecord(), 0)
+    fused = SecondHalf(norm, experts, None, inputs[1:], RULE, tile=tile)
+    (out,) = recorded(fused, x)
     factor = 1.0 if dtype == torch.float32 else 4.0
     with torch.no_grad():
-        in_tiles = fused.add_tiles(x, tile)
+        in_tiles = fused.add_tiles(x)
     for found in (out, in_tiles):
         near(found, exact, dtype, factor=factor)
-    of_rows, of_weights = fused.gradients(x, grad, tile)
-    if clamped:  # in the order of the inputs
-        of_weights.append(of_weights.pop(2))
+    of_rows, of_weights = fused.gradients(x, grad)
     found = torch.autograd.grad(out, inputs, grad), (of_rows, *of_weights)
     for mine, want in (pair for each in found for pair in zip(each, exact_grads)):
         least = 1e-2 * exact_grads[0].norm()
@@ -382,7 +391,7 @@ def test_adapters_of_experts(device, dtype, form):
         Stack(m, None if form == "dense" else Copied(m), Adapter(*own, 0.5), None, turned)
         for m, own in zip(matrices, ((a, b), (c, d)))
     ]
-    experts = ExpertStacks(*stacks, trained[2:])
+    experts = ExpertStacks(*stacks)
     order, sums = Order.of(chosen, 6), GradientSums(whole=True)
     with torch.no_grad():
         both, found = experts.forward(x, weights, order)
@@ -404,8 +413,8 @@ def test_kernels_run_where_the_current_device_is_another():
         found = (
             rms_norm(x, weight, RULE),
             rms_norm_backward(grad.clone(), x, weight, RULE)[0],
-            activate(x, up),
-            *activate_backward(grad, x, up),
+            activate(x, up)[0],
+            *activate(x, up, grad=grad),
             *rotate_pair(q, q, angles.cos(), angles.sin()),
         )
         return [tensor.cpu() for tensor in found]
@@ -418,9 +427,11 @@ def test_more_than_two_to_the_31_elements():
     rows, width = 2**31 // 4096 + 100, 4096
     x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
     tail = slice(rows - 64, rows)
-    assert torch.equal(activate(x, x)[tail], activate(x[tail].clone(), x[tail].clone()))
-    halves = activate_backward(x[:, :2048].contiguous(), *x.chunk(2, 1))[1]
-    assert torch.equal(halves[tail], activate_backward(x[tail, :2048], *x[tail].chunk(2, 1))[1])
+    active, _ = activate(x, x)
+    assert torch.equal(active[tail], activate(x[tail].clone(), x[tail].clone())[0])
+    del active
+    _, halves = activate(*x.chunk(2, 1), grad=x[:, :2048])
+    assert torch.equal(halves[tail], activate(*x[tail].chunk(2, 1), grad=x[tail, :2048])[1])
     del halves
     angles = torch.rand(rows, 64, device="cuda")
     q = x.view(rows, 32, 128)

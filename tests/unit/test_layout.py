@@ -11,6 +11,7 @@ import torch
 from tests.fake_ranks import FakeWorld
 from tests.harness import full
 from ulysses.parallel import exchange
+from ulysses.parallel.attention import head_exchange
 from ulysses.parallel.layout import head_layout, packed_plan, row_sets, shard_ranges, squares
 
 # query and kv heads of Llama-3 and Qwen2.5, every size
@@ -71,10 +72,11 @@ def test_exchange_brings_every_row_and_key_where_it_is_needed(heads, sp, monkeyp
     def on_rank(rank):
         plan = packed_plan(cu, sets, simulated_mesh(sp, rank, num_heads, rank), "cpu")
         mine = torch.cat([torch.arange(a, b) for a, b in shard_ranges(sets, rank, ranks)])
-        got = exchange.exchange_qkv_forward((query[mine], key[mine], -key[mine]), plan)
-        back = exchange.exchange_out_forward(got[0], plan)
-        grads = exchange.exchange_qkv_backward(got, plan, num_heads, num_kv_heads)
-        return mine, got, back, grads, exchange.exchange_out_backward(back, plan)
+        parts = [[(n, 1)] for n in (num_heads, num_kv_heads, num_kv_heads)]
+        there = head_exchange(parts, plan, has_queries=True)
+        got = there.to_heads((query[mine], key[mine], -key[mine]))
+        back = there.to_tokens(got[0])
+        return mine, got, back, there.to_heads_backward(got), there.to_tokens_backward(back)
 
     for rank, (mine, (q, k, v), back, grads, again) in enumerate(group.run(on_rank)):
         rows = torch.cat([torch.arange(a, b) for a, b in sets[rank // ranks]])

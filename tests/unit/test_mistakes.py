@@ -64,7 +64,7 @@ BASE --dry-run --gpus 1000000000 => gpus is '1000000000': input should be less t
 SFT --data.train PLACE/empty.jsonl => l: read 2 rows, kept 0 examples, dropped 2 rows; dropped, empty answer: 2
 SFT --data.eval PLACE/chats.jsonl --data.max_length 9 --model.config.max_position_embeddings 9 \
     --run.samples ["abcdefghijklmnop"] => run.samples: the model's window of 9 tokens is too short for 'abc
-BASE --memory.recompute none --memory.offload checkpoints => makes no checkpoints; set memory.recompute
+BASE --memory.offload checkpoints => it has gone, because "auto" moves as much as is needed; use "auto"
 BASE --run.steps many => run.steps is 'many'
 BASE --model.arch llama3-8b => model.path and model.arch are both set; set only one of them
 --stage sft --run.steps 3 --model.init random --model.arch llama9 --data.train PLACE/chats.jsonl \
@@ -195,8 +195,7 @@ DEMO --gradients.policies [{"policy":"clip_global_norm","max_nrom":1}] \
 => has no setting 'max_nrom'; it has max_norm, together
 DEMO --gradients.policies [{"policy":"skip_spike"},{"policy":"skip_spike","recent":[]}] \
 => gradients.policies[1]: skip_spike has no setting 'recent'; it has sigma, window, warmup
-DEMO --gradients.policies [{"policy":"zclip"}] => zclip has gone, use clip_global_norm
-DEMO --gradients.policies [{"policy":"auto_clip"}] => auto_clip has gone, use clip_global_norm
+DEMO --gradients.policies [{"policy":"zclip"}] => policy is 'zclip' but must be one of stop_on_non_finite, clip_
 DEMO --gradients.policies [{"policy":"clip_global_norm","max_norm":-1}] => max_norm is -1 but must be
 DEMO --gradients.policies [{"policy":"skip_spike","window":4,"warmup":8}] => 2 <= warmup <= window
 DEMO --gradients.policies [{"policy":"skip_spike","sigma":"much"}] => not supported between
@@ -220,15 +219,33 @@ PPO --ppo.reward ["runs/a","runs/b"] => names several reward models
 PPO --ppo.reward math:nothing => ppo.reward is 'math:nothing' but
 PPO --ppo.reward no_such_module_x:f => ppo.reward is 'no_such_module_x:f' but
 PPO --ppo.reward math:pi => ppo.reward is 'math:pi' but
-PPO --ppo.sampler http://host:8000 => is 'http://host:8000': string should match pattern '^(vllm|sglang)
+PPO --ppo.sampler http://host:8000 => 'http://host:8000': this is of none of these forms (Servers that sample instead \
+of this engine: vllm+http://host:port or sglang+http://host:port, or a list; or "rows"
+PPO --ppo.sampler row => ppo.sampler is 'row': this is of none of these forms (
 PPO --ppo.sampler ["vllm+http://h:1","tgi+http://h"] => ppo.sampler is 'tgi+http://h':
 PPO --ppo.sampler sglang+http://h/v1 => ppo.sampler is
 PPO --ppo.sampler vllm+http://h:1 --ppo.importance_cap 2 --ppo.top_p 0.9 => ppo.importance_cap needs the servers'
 PPO --ppo.sampler vllm+http://h:1 --ppo.importance_cap 2 --ppo.top_k 5 => leave ppo.importance_cap out, or top_p and
-PPO --ppo.sampler rows => ppo.sampler is "rows", which are drawn and scored elsewhere; remove ppo.reward
-PPO --ppo.sampler ["rows","vllm+http://h:1"] => elsewhere; remove vllm+http://h:1, ppo.reward
-PPO --ppo.rollouts_ahead 1 --ppo.importance_cap 2 => ppo.rollouts_ahead trains on answers of earlier weights
-PPO --ppo.rollouts_ahead 1 --ppo.sampler vllm+http://h:1 => or ppo.rollouts_ahead = 0
+PPO --ppo.sampler rows --data.eval [] --run.eval_every 0 \
+=> ppo.reward: not read, because ppo.sampler is "rows", which are drawn and scored elsewhere; change that, or leave this
+PPO --ppo.sampler rows --ppo.reward {} --data.eval [] --run.samples 4 --run.eval_every 2 --run.patience 1 \
+    --ppo.rollouts_ahead 1 --ppo.importance_cap 2 --ppo.sampler_timeout 9 --ppo.reward_workers 2 \
+=> ppo.reward_workers, ppo.rollouts_ahead, ppo.sampler_timeout, run.eval_every, run.patience, run.samples: not read
+PPO --ppo.sampler rows --ppo.reward {} --data.eval [] --run.eval_every 0 --run.samples 4 \
+=> run.samples: not read, because ppo.sampler is "rows"
+PPO --ppo.sampler ["rows","vllm+http://h:1"] --ppo.reward {} --data.eval [] --run.eval_every 0 \
+=> name servers, or "rows" alone
+PPO --ppo.sampler_sync_every 2 --ppo.sampler_timeout 9 --ppo.sampler_folder a --ppo.sampler_sync gloo \
+    --ppo.sampler_reload {"/a":{}} --ppo.rollouts_ahead 1 --ppo.importance_cap 2 \
+=> ppo.rollouts_ahead, ppo.sampler_folder, ppo.sampler_reload, ppo.sampler_sync, ppo.sampler_sync_every, \
+ppo.sampler_timeout: not read, because ppo.sampler names no servers; change that, or leave this out
+PPO --ppo.sampler vllm+http://h:1 --ppo.sampler_sync gloo --ppo.sampler_folder a --ppo.sampler_reload {"/a":{}} \
+=> ppo.sampler_folder, ppo.sampler_reload: not read, because ppo.sampler_sync is "gloo", which needs no disk; change
+PPO --ppo.scale_by_std false => ppo.scale_by_std: not read, because ppo.advantage is "gae"; change that, or leave
+PPO --ppo.advantage group --ppo.answers_per_prompt 2 --ppo.gamma 0.9 --ppo.lam 0.5 => ppo.gamma, ppo.lam: not read
+PPO --ppo.advantage leave_one_out --ppo.answers_per_prompt 2 --ppo.scale_by_std batch => ppo.scale_by_std: not read
+PPO --ppo.advantage reinforce++ --ppo.lam 0.5 => ppo.lam: not read, because ppo.advantage is "reinforce++"
+PPO --ppo.rollouts_ahead 1 --ppo.sampler vllm+http://h:1 => ppo.rollouts_ahead trains on answers of earlier weights; set
 PPO --ppo.rollouts_ahead 2 => ppo.rollouts_ahead is '2'
 PPO --ppo.sampler vllm+http://me:secret@host:8000 => ppo.sampler holds a key, a name or parameters beside host
 PPO --ppo.reward http://secret@host/score => set the environment variable ULYSSES_API_KEY, which servers get as a
@@ -243,15 +260,20 @@ PPO --ppo.reward http://host/score?key=a,secret => ppo.reward holds a key
 PPO --ppo.reward host:8000/score?api_key=secret => ppo.reward holds a key
 PPO --ppo.reward user:secret@host => ppo.reward holds a key
 PPO --ppo.reward //user:secret@host/score => ppo.reward holds a key
-PPO --ppo.sampler_reload {"/reload":{"X-API-Key":"secret"}} => ppo.sampler_reload holds a key
-PPO --ppo.sampler_reload {"/reload":{"auth":"secret"}} => ppo.sampler_reload holds a key
+PPO --ppo.sampler vllm+http://h:1 --ppo.sampler_reload {"/reload":{"X-API-Key":"secret"}}\
+=> ppo.sampler_reload holds a key
+PPO --ppo.sampler vllm+http://h:1 --ppo.sampler_reload {"/reload":{"auth":"secret"}}\
+=> ppo.sampler_reload holds a key
 PPO --ppo.rewrad http://host/score?key=secret => ppo.rewrad: unknown; did you mean ppo.reward?
 PPO --ppo.sampler vllm+http://h:1?api_key=secret => ppo.sampler holds a key
 PPO --ppo.sampler ["vllm+http://h:1/","sglang+http://h/?secret"] => ppo.sampler holds a key
-PPO --ppo.sampler vllm+http://h/v1?key=secret => ppo.sampler is 'vllm+http***': string should match
-PPO --ppo.sampler_reload {"/update?api_key=secret":{}} => ppo.sampler_reload holds a key
-PPO --ppo.sampler_reload {"/update":{"load":{"api_key":"secret"}}} => ppo.sampler_reload holds a key
-PPO --ppo.sampler_reload {"/update":{"url":"http://u:secret@h"}} => ppo.sampler_reload holds a key
+PPO --ppo.sampler vllm+http://h/v1?key=secret => ppo.sampler is 'vllm+http***': this is of none
+PPO --ppo.sampler vllm+http://h:1 --ppo.sampler_reload {"/update?api_key=secret":{}}\
+=> ppo.sampler_reload holds a key
+PPO --ppo.sampler vllm+http://h:1 --ppo.sampler_reload {"/update":{"load":{"api_key":"secret"}}}\
+=> ppo.sampler_reload holds a key
+PPO --ppo.sampler vllm+http://h:1 --ppo.sampler_reload {"/update":{"url":"http://u:secret@h"}}\
+=> ppo.sampler_reload holds a key
 PPO --ppo.reward_timeout http://u:secret@h => ppo.reward_timeout is 'http***'
 PPO --ppo.reference https://u:secret@hub/model => ppo.reference holds a key
 SFT --model.tokenizer https://hub/m?token=secret => take them out, and set the environment variable HF_TOKEN
@@ -266,10 +288,10 @@ PPO --ppo.policy_loss cispo --ppo.dual_clip 3.0 => only the kind clip has it
 PPO --ppo.advantage group => ppo.answers_per_prompt is 1
 PPO --ppo.minibatches 9 => ppo.minibatches is 9 but a rollout has 8 prompts
 PPO --ppo.max_new_tokens 300 => is 512 but data.max_length (prompts) + ppo.max_new_tokens is 556
-PPO --ppo.rollout agent => ppo.rollout is 'agent': string should match pattern
+PPO --ppo.rollout agent => ppo.rollout is 'agent': this is of none of these forms (module:function, an async
 PPO --ppo.rollout no_such_module_x:f => ppo.rollout is 'no_such_module_x:f' but
 PPO --ppo.rollout math:sqrt => 'math:sqrt' but it cannot be imported (it is not written as async def); name
-PPO --ppo.max_episode_tokens 500 => ppo.max_episode_tokens is 500 but there is no ppo.rollout
+PPO --ppo.max_episode_tokens 500 => ppo.max_episode_tokens: not read, because there is no ppo.rollout; change
 PPO --ppo.max_episode_tokens 256 --ppo.rollout tests.episode_functions:two_turns => 256 but data.max_length
 PPO --ppo.max_episode_tokens 600 --ppo.rollout tests.episode_functions:two_turns => 512 but ppo.max_episode_tokens is
 PPO --ppo.reference cached => ppo.reference is 'cached' but must be "live" or a model

@@ -274,7 +274,7 @@ def test_what_a_server_was_asked_that_has_ended_another_one_is_asked(tmp_path, s
 
 def test_servers_that_were_lost_by_different_ranks_leave_none(tmp_path, server, monkeypatch):
     addresses = [f"{dialect}+{server.address}" for dialect in ("vllm", "sglang")]
-    lost = [({one: LostError(f"{one} is away")}, True) for one in addresses]
+    lost = [({one: LostError(f"{one} is away")}, True, {}) for one in addresses]
     monkeypatch.setattr(outside, "gather", lambda value: lost)
     with pytest.raises(LostError, match="is away"):
         sampler(tmp_path, *addresses).synchronise()
@@ -297,6 +297,24 @@ def test_a_server_that_ended_between_two_exports_is_asked_after_the_next_and_jud
     assert found.serving == addresses and found.wants_gap
     reloads = [path for path, _ in server.asked]
     assert reloads.count("/collective_rpc") == 2
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_a_server_that_was_started_again_between_two_exports_is_asked_no_more(
+    tmp_path, server, dialect
+):
+    with closing(SamplingServer()) as other:
+        addresses = [f"{dialect}+{one.address}" for one in (server, other)]
+        found = sampler(tmp_path, *addresses, sampler_sync_every=3)
+        found.synchronise(0)
+        server.start_again()
+        found.synchronise(1)
+        assert found.serving == addresses[1:] and len(found.sample(PROMPTS, 1)) == 3
+        other.start_again()
+        with pytest.raises(ValueError, match=f"{other.address} holds other weights than it"):
+            found.sample(PROMPTS, 1)
+        with pytest.raises(LostError, match="started again, or serves another run, too"):
+            found.synchronise(2)
 
 
 @pytest.mark.parametrize("sync, said", [("disk", "read .*policy"), ("gloo", "taken what was")])

@@ -31,7 +31,6 @@ from ulysses.rl.ppo import PpoStage
 from ulysses.rl.rewards import Rewards, gsm8k_reward
 from ulysses.rl.rollout import RolloutMaker, RolloutSteps
 from ulysses.rl.rollout_dataset import Rollout
-from ulysses.rl.sampler import Completion
 from ulysses.rl.trajectory import Trajectory
 from ulysses.stages.base import MetricSums
 
@@ -47,9 +46,8 @@ def answered(prompts=PROMPTS, answers=ANSWERS, number=0, budget=0):
     each = len(answers) // len(prompts)
     found = []
     for n, (answer, score, ended) in enumerate(scored):
-        completion = Completion(answer, [0.0] * len(answer), ended)
-        found.append(Trajectory.of(prompts[n // each], completion, group=n // each, episode=n))
-        found[-1].score = score
+        drawn = answer, [0.0] * len(answer), [True] * len(answer), ended
+        found.append(Trajectory(prompts[n // each], *drawn, n // each, n, score=score))
     return Rollout.of(number, found, tokens_per_microbatch=budget)
 
 
@@ -453,7 +451,7 @@ def test_several_rewards_have_weights_and_held_out_prompts_show_each_by_name():
     for row, answer in enumerate(rounds[0].trajectories + rounds[1].trajectories):
         answer.row = row
         answer.scores = {"models/rm": 3.0, HALF: answer.score}
-    asked = Mock(answer=lambda number, *_: rounds[number % 2])
+    asked = Mock(scored=lambda number, *_: rounds[number % 2])
     stage = PpoStage(Config(stage="ppo", ppo=section), maker=asked)
     prompts = Mock(steps_per_epoch=2)
     prompts.sets.return_value = {"": prompts}

@@ -14,7 +14,7 @@ from models.arch import ModelConfig
 from models.decoder import CausalLM
 from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
-from models.quantized import pack, packed_parts, unpack
+from models.quantized import Packed, pack, packed_parts
 from tests import ROOT
 from tests.memory_case import packed
 from tests.model_folder import logps_there, tiny_config, write_model
@@ -43,7 +43,7 @@ def test_nf4_is_what_bitsandbytes_makes(rows, columns, device):
     # as rows of one block, where bitsandbytes is right on CPUs
     codes, state = bitsandbytes(whole.view(-1, 64))
     theirs = dequantize_4bit(codes, state).view(rows, columns)
-    assert_close(unpack(data, whole.shape, torch.float32), theirs)
+    assert_close(Packed(whole.shape).unpack(data, torch.float32), theirs)
     error = (theirs - whole).abs().max() / whole.abs().max()
     assert 0.01 < error < 0.2
 
@@ -89,7 +89,7 @@ def test_a_folder_of_bitsandbytes_holds_the_bytes_that_we_make(packed_folder):
     assert torch.equal(ours, theirs)
     whole = WeightFiles(packed_folder).read(MATRIX).view(48, 32)
     data = pack(WeightFiles(original).read(MATRIX).view(48, 32))
-    assert_close(whole, unpack(data, (48, 32), torch.float32))
+    assert_close(whole, Packed((48, 32)).unpack(data, torch.float32))
 
 
 def change_state(**changes):

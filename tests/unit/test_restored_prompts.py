@@ -1,5 +1,6 @@
 """Layers that run as CUDA graphs are given whole sequences; all others share their prompts."""
 
+from math import inf
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,7 @@ from ulysses.data.serve.steps import StepLoader
 from ulysses.options import stage_of
 from ulysses.parallel.batch import pack_shard, shared_prompts
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.plan.hardware import GIB, Machine, cpu_machine
+from ulysses.plan.hardware import GIB, Machine
 from ulysses.plan.planner import choose, run_question
 from ulysses.stages.kto import KtoStage
 
@@ -89,7 +90,7 @@ def test_prompts_are_shared_unless_the_layers_run_as_cuda_graphs(pairs):
         return plan.graphs, question.shares
 
     assert planned() == planned(data=whole) == (True, False)
-    assert planned(budget=longest) == planned(cpu_machine(1)) == (False, True)
+    assert planned(budget=longest) == planned(Machine(1, inf)) == (False, True)
     assert planned(arch="qwen3.5-0.8b") == (False, True)  # linear attention has no graphs
     assert planned(arch="qwen3.5-0.8b", data=whole) == (False, False)
 

@@ -29,7 +29,7 @@ from ulysses.config.section import (
     flat,
     refuse,
 )
-from ulysses.config.stage_sections import LEARNING_RATES, SAMPLING
+from ulysses.config.stage_sections import LEARNING_RATES
 
 MOST_LR = 10.0
 # In ppo.sampler_reload, the JSON that a server is sent: a path with parameters, or a field that holds a secret.
@@ -99,6 +99,9 @@ def _sentences(error: ValidationError, keys: dict[str, FieldInfo]) -> list[str]:
             names = flat({key: problem["input"]})
             unknown += [explain_unknown(name, list(keys)) for name in names]
             continue
+        # the description says the forms without a pattern
+        if problem["type"] == "string_pattern_mismatch":
+            message = "this is of none of these forms"
         if problem["type"] == "missing":  # a setting, or an entry of a list
             given = "missing" if key in keys else f"{given}, too short"
         while key not in keys and "." in key:  # a position in a list, or a member of a union
@@ -265,11 +268,6 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
         )
     if config.optimizer.lr > MOST_LR:
         yield f"optimizer.lr is {config.optimizer.lr:g}, after which nothing of a model is left; rates lie below 1e-2"
-    if memory.recompute == "none" and memory.offload == "checkpoints":
-        yield (
-            'memory.offload is "checkpoints" but memory.recompute "none" makes no checkpoints; set '
-            'memory.recompute to "auto", or memory.offload to "none"'
-        )
     if memory.weights == "resident" and memory.offload_parameters:
         yield (
             'memory.weights is "resident" but memory.offload_parameters keeps them in host memory; set '
@@ -291,33 +289,40 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
             f"run.steps is {run.steps} and run.epochs is {run.epochs:g}, but exactly one of them must be above "
             "0; set the one that you mean"
         )
+    tables = {*LEARNING_RATES} - {config.stage}
+    if stage and stage.requirements.rollout:
+        tables -= {"ppo"}  # where the settings of sampling stand
+    # settings that the run does not read, by the beginnings of their names, under the reason
     unread = {
-        name: f"stage {config.stage!r} reads no settings of {name}; remove them, or set stage = {name!r}"
-        for name in {*LEARNING_RATES} - {config.stage}
-    }
-    samples = stage and stage.requirements.rollout
-    if not model.lora.rank:
-        unread["model.lora"] = (
-            "model.lora.rank is 0, which trains all weights; set the rank, or remove them"
+        f"stage {config.stage!r} reads no settings of {name}; remove them, or set stage = {name!r}": (
+            f"{name}.",
         )
-    for table, reason in unread.items():
-        # defaults are no wish of the user's: the config.json of a run has them all
-        given = attrgetter(table)(config).model_dump(exclude_defaults=True)
-        if given := given.keys() - (SAMPLING if samples and table == "ppo" else {}):
-            if samples and table == "ppo":
-                reason = (
-                    "stage 'distill' reads only the settings of sampling of ppo; remove these"
-                )
-            yield f"{', '.join(f'{table}.{key}' for key in sorted(given))}: {reason}"
+        for name in tables
+    }
+    if not model.lora.rank:
+        reason = "model.lora.rank is 0, which trains all weights; set the rank, or remove them"
+        unread[reason] = ("model.lora.",)
+    if stage:
+        unread |= stage.unread
+    # defaults are no wish of the user's: the config.json of a run has them all
+    given = [
+        key for key, info in known_keys().items() if attrgetter(key)(config) != info.default
+    ]
+    for reason, names in unread.items():
+        if found := [key for key in given if key.startswith(names)]:
+            yield f"{', '.join(sorted(found))}: {reason}"
     if data.eval and data.eval_fraction:
         yield f"data.eval_fraction is {data.eval_fraction:g} but data.eval names held-out data; remove one of them"
-    if run.patience and not run.eval_every:
+    if run.patience and not run.eval_every and not config.ppo.takes_rows:
         yield (
             f"run.patience is {run.patience} evaluations but only the end of the run is evaluated; set "
             "run.eval_every"
         )
     for key in ("eval_every", "samples"):
-        if (value := getattr(run, key)) and not (data.eval or data.eval_fraction):
+        # with rows nothing is evaluated, and the stage says so
+        if (value := getattr(run, key)) and not (
+            data.eval or data.eval_fraction or config.ppo.takes_rows
+        ):
             yield (
                 f"run.{key} is {value} but there is nothing to evaluate; set data.eval or data.eval_fraction, or "
                 f"run.{key} = 0"

@@ -221,7 +221,7 @@ class MemorySection(Section):
     weights: Literal["auto", "sharded", "resident"] = "auto"
     """Whether every process holds a share of the weights and gathers each layer for its use, or all of them, gathered
     once after an update; "auto" is what is faster and fits."""
-    offload: Literal["auto", "none", "checkpoints"] = "none"
+    offload: Literal["auto", "none"] = "none"
     """Whether the layers' saved inputs wait in pinned host memory; "auto" moves only what the GPU cannot hold."""
     offload_optimizer: bool = False
     """Keep master weights and optimizer state in host memory, and update them on the CPU."""

@@ -45,6 +45,9 @@ GONE = {
     ("recompute", "pair"): (
         'it has gone, because host memory reaches further; use "block" with memory.offload = "auto"'
     ),
+    ("offload", "checkpoints"): (
+        'it has gone, because "auto" moves as much as is needed; use "auto"'
+    ),
 }
 LARGEST = 2**53  # up to here every whole number has its own float
 

@@ -234,12 +234,12 @@ class PpoSection(Section):
 
     @property
     def planned_batch(self) -> int:
-        """Answers at a time that a plan counts on."""
-        return 64 if self.generation_batch == "auto" else self.generation_batch
+        """Answers at a time that a plan counts on: one, where a GPU's free memory says how many there are."""
+        return 1 if self.generation_batch == "auto" else self.generation_batch
 
 
-# the settings of the table ppo that other stages that sample read too
-SAMPLING = {
-    *("max_new_tokens", "temperature", "top_p", "top_k", "generation_batch"),
-    *(name for name in PpoSection.model_fields if name.startswith("sampler")),
-}
+# the settings of the table ppo that other stages that sample do not read
+SAMPLING = "max_new_tokens", "temperature", "top_p", "top_k", "generation_batch", "sampler"
+NOT_OF_SAMPLING = tuple(
+    f"ppo.{name}" for name in PpoSection.model_fields if not name.startswith(SAMPLING)
+)

@@ -89,7 +89,6 @@ GRADIENT_POLICIES: dict[str, Callable[[], type[GradientPolicy]]] = {
     "ulysses_pro": lambda: _pro().UlyssesPro,
 }
 PRESETS = {"default": "clip_global_norm", "ulysses-pro": "ulysses_pro"}
-REMOVED = "auto_clip", "zclip"
 
 
 def build_chain(
@@ -118,9 +117,8 @@ def _build_policy(index: int, table: Mapping[str, Any]) -> GradientPolicy:
     name = settings.pop("policy", None)
     try:
         if name not in GRADIENT_POLICIES:
-            hint = f"; {name} has gone, use clip_global_norm" if name in REMOVED else ""
             raise ValueError(
-                f"policy is {name!r} but must be one of {', '.join(GRADIENT_POLICIES)}{hint}"
+                f"policy is {name!r} but must be one of {', '.join(GRADIENT_POLICIES)}"
             )
         policy_class = GRADIENT_POLICIES[name]()
         setting_names = [f.name for f in fields(policy_class) if f.init]

@@ -20,25 +20,20 @@ from torch.autograd.graph import get_gradient_edge
 
 from ulysses.memory.levels import Rope
 from ulysses.memory.offload import OffloadedTensors
+from ulysses.parallel.attention import Attention
 from ulysses.parallel.layout import AttentionPlan, Context, Tensors
 
 RandomState = tuple[Tensor, Tensor | None]  # of the CPU generator, and of the current GPU's
 
 
 class Mixer(Protocol):
-    """Mix tokens, in steps that a layer's node runs, and runs again, one by one.
+    """Mix tokens: what is projected before the attention, softmax or linear, and after it, with a graph."""
 
-    All ranks of the sequence-parallel group call a step and its `_backward` together, and neither records a graph;
-    `project`, `mix` and `output` record one.
-
-    has_gate: whether `output` computes a gate from the layer's input.
-    """
-
-    has_gate: bool
+    attention: Attention
 
     @property
-    def modules_by_step(self) -> tuple[Sequence[nn.Module | nn.Parameter], ...]:
-        """The modules and parameters of project, of the mix itself and of output."""
+    def attention_parameters(self) -> Sequence[nn.Parameter]:
+        """The parameters of the attention itself."""
 
     def fits_graphs(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether a CUDA graph may run the mix for packs of other documents than those it was recorded with."""
@@ -46,37 +41,10 @@ class Mixer(Protocol):
     def project(
         self, hidden: Tensor, norm: Callable[[Tensor], Tensor], rope: Rope
     ) -> tuple[Tensor, ...]:
-        """Return the tensors of local rows that are sent to the heads' ranks, and then `hidden`, the layer's input."""
-
-    def mix(self, *heads: Tensor, plan: AttentionPlan) -> Tensor:
-        """Do to_heads, mix_forward and to_tokens in one."""
+        """Return three tensors of local rows that are sent to the heads' ranks, and `hidden`, the layer's input."""
 
     def output(self, mixed: Tensor, hidden: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
         """Return a new tensor that the layer adds to its input [S, D], from the rows of the mix and from that input."""
-
-    def to_heads(self, heads: Tensors, plan: AttentionPlan) -> Tensors:
-        """Turn local rows of all heads into whole documents of some heads, the shards."""
-
-    def to_heads_backward(self, grads: Tensors, plan: AttentionPlan) -> Tensors:
-        """Return the gradients of local rows from those of the shards."""
-
-    def mix_forward(self, shards: Tensors, plan: AttentionPlan) -> Tensors:
-        """Return the output, and then what backward needs besides the shards; "keep_attention" keeps all of it."""
-
-    def mix_backward(
-        self,
-        grad: Tensor,
-        shards: Tensors,
-        results: Tensors,
-        plan: AttentionPlan,
-    ) -> tuple[Tensors, Tensors]:
-        """Return the gradients of the shards, and of the trained parameters of the mix itself."""
-
-    def to_tokens(self, out: Tensor, plan: AttentionPlan) -> Tensor:
-        """Bring the output to its tokens' ranks."""
-
-    def to_tokens_backward(self, grad: Tensor, plan: AttentionPlan) -> Tensor:
-        """Send the gradients of local rows to where the output came from."""
 
 
 class SavedTensors:
@@ -106,7 +74,7 @@ class LayerNode(torch.autograd.Function):
     """Run a DecoderLayer of models/layers.py, hidden [S, D] -> [S, D], at its level `recompute`, which is not "none".
 
     What the level keeps goes to host memory if there is a `layer.offloader`. The gradients are those of ordinary
-    autograd. `parameters` are those of `layer.parameters_by_step()`. All ranks use the same level for a layer.
+    autograd. `parameters` are `layer.trained`. All ranks use the same level for a layer.
     """
 
     @staticmethod
@@ -118,25 +86,25 @@ class LayerNode(torch.autograd.Function):
         hidden: Tensor,
         *parameters: nn.Parameter,
     ) -> Tensor:
-        saved = layer.offloader.saved_tensors() if layer.offloader else SavedTensors()
+        saved = OffloadedTensors(layer.offloader) if layer.offloader else SavedTensors()
         saved.save(hidden)
-        mixer = layer.mixer
+        mixer, exchange = layer.mixer, layer.mixer.attention.exchange(plan)
         random_states = [random_state()]
         *heads, _ = layer.project(hidden, rope)
-        shards = mixer.to_heads(heads, plan)
+        shards = exchange.to_heads(heads)
         del heads, _
-        results = mixer.mix_forward(shards, plan)
+        results = mixer.attention.attend_forward(shards, plan, *mixer.attention_parameters)
         del shards
         if layer.recompute == "keep_attention":
             for result in results:
                 saved.save(result)
-        mixed = mixer.to_tokens(results[0], plan)
+        mixed = exchange.to_tokens(results[0])
         del results
         random_states.append(random_state())
         middle = layer.output(hidden, mixed)
         del mixed
         random_states.append(random_state())
-        result = layer.feed_forward_tiles(middle)
+        result = layer.second_half.add_tiles(middle)
         saved.close()
         ctx.rest = layer, rope, plan, saved, random_states
         return result
@@ -148,39 +116,53 @@ class LayerNode(torch.autograd.Function):
         del ctx.rest
         hidden, *results = saved.tensors()
         del saved
-        mixer = layer.mixer
-        project_parameters, _, output_parameters, _ = layer.parameters_by_step()
+        mixer, exchange = layer.mixer, layer.mixer.attention.exchange(plan)
+        parameters = layer.trained
 
         def recompute_shards() -> tuple[Tensors, Callable[..., Any]]:
             (*heads, _), project_backward = _recompute(
-                layer.project, project_parameters, random_states[0], [hidden], rope
+                layer.project, parameters, random_states[0], [hidden], rope
             )
-            return mixer.to_heads(heads, plan), project_backward
+            return exchange.to_heads(heads), project_backward
 
         mix_was_kept = bool(results)
         if not mix_was_kept:
             shards, project_backward = recompute_shards()
-            results = [*mixer.mix_forward(shards, plan)]
-        inputs = [hidden, mixer.to_tokens(results[0], plan)]
+            results = [
+                *mixer.attention.attend_forward(shards, plan, *mixer.attention_parameters)
+            ]
+        inputs = [hidden, exchange.to_tokens(results[0])]
         (middle,), output_backward = _recompute(
-            layer.output, output_parameters, random_states[1], inputs
+            layer.output, parameters, random_states[1], inputs
         )
         del inputs
         with replay(random_states[2]):
-            grad, grads_feed_forward = layer.feed_forward_gradients(middle, grad)
+            second_half = layer.second_half
+            grad, of_feed_forward = second_half.gradients(middle, grad)
         del middle
-        (grad_hidden, grad_mixed), grads_output = output_backward(grad)
+        (grad_hidden, grad_mixed), of_output = output_backward(grad)
         del grad
-        grad_out = mixer.to_tokens_backward(grad_mixed, plan)
+        grad_out = exchange.to_tokens_backward(grad_mixed)
         del grad_mixed
         if mix_was_kept:
             shards, project_backward = recompute_shards()
-        grads, grads_mix = mixer.mix_backward(grad_out, shards, results, plan)
+        grads, of_attention = mixer.attention.attend_backward(
+            grad_out, shards, results, plan, *mixer.attention_parameters
+        )
         del shards, grad_out, results
-        grads = mixer.to_heads_backward(grads, plan)
-        (grad_hidden,), grads_project = project_backward(*grads, grad_hidden)
-        parameter_grads = *grads_project, *grads_mix, *grads_output, *grads_feed_forward
-        return None, None, None, grad_hidden, *parameter_grads
+        grads = exchange.to_heads_backward(grads)
+        (grad_hidden,), of_project = project_backward(*grads, grad_hidden)
+        sums: dict[Tensor, Tensor] = {}
+        for parameter, of_parameter in (
+            *zip(second_half.tensors, of_feed_forward),
+            *zip(parameters, of_output),
+            *zip((p for p in mixer.attention_parameters if p.requires_grad), of_attention),
+            *zip(parameters, of_project),
+        ):
+            if of_parameter is not None:
+                total = sums.get(parameter)
+                sums[parameter] = of_parameter if total is None else total + of_parameter
+        return None, None, None, grad_hidden, *(sums[p] for p in parameters)
 
 
 def _recompute(
@@ -193,7 +175,7 @@ def _recompute(
     """Call function(*inputs, *others), one part of a layer, with a graph of its own.
 
     Return its outputs without the graph, and its backward: a function that is called once with the outputs' gradients
-    and returns those of inputs and of parameters, zeros where they are not used.
+    and returns those of inputs and of parameters, None where they are not used.
     """
     leaves = [x.detach().requires_grad_() for x in inputs]
     with torch.enable_grad(), replay(random):
@@ -202,11 +184,9 @@ def _recompute(
     # edges keep the graph alive, but not the outputs
     edges = [get_gradient_edge(x) for x in outputs]
 
-    def backward(*grads: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def backward(*grads: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
         count = len(leaves)
-        results = torch.autograd.grad(
-            edges, (*leaves, *parameters), grads, allow_unused=True, materialize_grads=True
-        )
+        results = torch.autograd.grad(edges, (*leaves, *parameters), grads, allow_unused=True)
         edges.clear()
         leaves.clear()
         return results[:count], results[count:]

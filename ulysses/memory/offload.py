@@ -38,10 +38,6 @@ class Offloader:
         self.free: list[Tensor] = []
         self.last_closed: WeakReference = lambda: None  # to the layer whose forward ended last
 
-    def saved_tensors(self) -> "OffloadedTensors":
-        """Return a place for another layer's tensors."""
-        return OffloadedTensors(self)
-
     def take(self, size: int) -> list[Tensor]:
         """Return chunks for `size` bytes."""
         count = -(-size // self.chunk_bytes)

@@ -9,10 +9,7 @@ once around the whole call.
 Shapes: S local tokens, D width.
 """
 
-from collections.abc import Callable, Iterator
-
-import torch
-from torch import Tensor
+from collections.abc import Iterator
 
 TILE_ROWS = 8192
 EXPERT_TILES = 4  # times as many rows where there are experts, because every tile makes gradients of all experts
@@ -30,14 +27,3 @@ def tiles(total: int, rows: int) -> Iterator[slice]:
     """Yield slices of `rows` rows; one empty slice if there are no rows, so that the module still runs."""
     for start in range(0, max(total, 1), max(rows, 1)):
         yield slice(start, min(start + rows, total))
-
-
-@torch.no_grad()
-def add_by_tiles(function: Callable[[slice], Tensor], rows: Tensor, tile: int) -> Tensor:
-    """Return rows + function(part) for the slice of every tile, without a graph."""
-    if tile >= len(rows):
-        return rows + function(slice(0, len(rows)))
-    out = torch.empty_like(rows)
-    for part in tiles(len(rows), tile):
-        torch.add(rows[part], function(part), out=out[part])
-    return out

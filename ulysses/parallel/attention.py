@@ -13,22 +13,24 @@ row-parallel size.
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
-from typing import Any
+from itertools import product
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .dense import dense_plan
-from .exchange import (
-    exchange_out_backward,
-    exchange_out_forward,
-    exchange_qkv_backward,
-    exchange_qkv_forward,
+from .exchange import HeadExchange, Parts
+from .kernels.choice import (
+    VARLEN,
+    check_name,
+    kernel_backward,
+    kernel_forward,
+    resolve_kernel,
 )
-from .kernels.choice import KERNELS, VARLEN, Kernel, check_name, resolve_kernel
 from .kernels.document import (
     ONE_DOCUMENT,
     SHORT,
@@ -50,10 +52,106 @@ from .mesh import ParallelMesh
 
 # Lengths of the documents of prove_kernel, and of its short ones: several tiles, none of them full, and a single token
 PROOF_LENGTHS: tuple[int, ...] = (SHORT + 88, 1, 129)
-SHORT_LENGTHS = (300, 1, 129)
+SHORT_LENGTHS: tuple[int, ...] = (300, 1, 129)
 # Kernels are compiled for a window, not for its size, so that one of so many tokens stands for all.
 PROOF_WINDOW = 100
 PROOF_ERROR = 2e-2  # relative to a tensor's norm; half-precision kernels reach 2e-3 to 4e-3
+
+
+class NoExchange:
+    """One process has all tokens and all heads."""
+
+    def to_heads(self, tensors: Tensors) -> Tensors:
+        return tensors
+
+    def to_heads_backward(self, grads: Tensors) -> Tensors:
+        return grads
+
+    def to_tokens(self, out: Tensor) -> Tensor:
+        return out
+
+    def to_tokens_backward(self, grad: Tensor) -> Tensor:
+        return grad
+
+    def my_columns(self, columns: Tensor, part: int) -> Tensor:
+        return columns
+
+
+Exchange = HeadExchange | NoExchange
+
+
+def head_exchange(
+    tensors: Sequence[Parts], plan: AttentionPlan, *, has_queries: bool = False
+) -> Exchange:
+    """Return the exchanges of a layer under a plan; the arguments are those of HeadExchange."""
+    if plan.mesh.sequence_parallel_size == 1:
+        return NoExchange()
+    return HeadExchange(tensors, plan, has_queries=has_queries)
+
+
+class Attention(Protocol):
+    """Softmax or linear attention: what a rank computes for some heads of whole documents, its shards.
+
+    `parameters` are those of the computation itself, such as a sink. Nothing here communicates or records a graph.
+    reads_results: whether the backward reads the forward's results, and not only the shards.
+    """
+
+    reads_results: bool
+
+    def exchange(self, plan: AttentionPlan) -> Exchange:
+        """Return the exchanges around the computation, from `head_exchange`."""
+
+    def attend_forward(
+        self, shards: Tensors, plan: AttentionPlan, *parameters: Tensor
+    ) -> Tensors:
+        """Return the output, and then what backward needs besides the shards; "keep_attention" keeps all of it."""
+
+    def attend_backward(
+        self,
+        grad: Tensor,
+        shards: Tensors,
+        results: Tensors,
+        plan: AttentionPlan,
+        *parameters: Tensor,
+    ) -> tuple[Tensors, Tensors]:
+        """Return the gradients of the shards, and of those parameters that are trained."""
+
+
+HEADS = 3  # tensors of heads: q, k and v, or what linear attention has in their place
+AttendContext = Context[tuple[Attention, AttentionPlan]]
+
+
+class AttendNode(torch.autograd.Function):
+    """Exchange, attend and exchange, with a graph: AttendNode.apply(attention, plan, *heads, *parameters) -> [S, H, E].
+
+    It keeps the shards, and the results if backward reads them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: AttendContext, attention: Attention, plan: AttentionPlan, *tensors: Tensor
+    ) -> Tensor:
+        exchange, parameters = attention.exchange(plan), tensors[HEADS:]
+        shards = exchange.to_heads(tensors[:HEADS])
+        results = attention.attend_forward(shards, plan, *parameters)
+        kept = results if attention.reads_results else ()
+        ctx.save_for_backward(*shards, *kept, *parameters)
+        ctx.rest = attention, plan
+        return exchange.to_tokens(results[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: AttendContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+        attention, plan = ctx.rest
+        kept, count = ctx.saved_tensors, len(ctx.needs_input_grad) - 2 - HEADS
+        kept, parameters = kept[: len(kept) - count], kept[len(kept) - count :]
+        exchange = attention.exchange(plan)
+        grads, of_trained = attention.attend_backward(
+            exchange.to_tokens_backward(grad), kept[:HEADS], kept[HEADS:], plan, *parameters
+        )
+        more = iter(of_trained)
+        of_parameters = [next(more) if p.requires_grad else None for p in parameters]
+        return None, None, *exchange.to_heads_backward(grads), *of_parameters
 
 
 class UlyssesAttention(nn.Module):
@@ -67,6 +165,7 @@ class UlyssesAttention(nn.Module):
 
     # for type checkers: nn.Module's returns Any
     __call__: Callable[..., Tensor]
+    reads_results = True
 
     def __init__(
         self,
@@ -138,10 +237,10 @@ class UlyssesAttention(nn.Module):
             )
         if not causal:
             plan = plan.unmasked
-        if is_dense:
-            sequences = zip(query, key, value)
-            return torch.stack([_Attend.apply(*x, sink, attention, plan) for x in sequences])
-        return _Attend.apply(query, key, value, sink, attention, plan)
+        sinks = () if sink is None else (sink,)
+        sequences = zip(query, key, value) if is_dense else [(query, key, value)]
+        outputs = [AttendNode.apply(attention, plan, *heads, *sinks) for heads in sequences]
+        return torch.stack(outputs) if is_dense else outputs[0]
 
     def _make_plan(self, cu_seqlens: Any, query: Tensor) -> AttentionPlan:
         mesh, ranks = self.mesh, self.mesh.sequence_parallel_size
@@ -155,27 +254,10 @@ class UlyssesAttention(nn.Module):
         sets = row_sets(bounds, mesh.row_parallel_size, windows=mesh.windows)
         return packed_plan(bounds, sets, mesh, query.device)
 
-    def to_heads(self, heads: Tensors, plan: AttentionPlan) -> Tensors:
-        """Send q [S, H, E], k and v [S, K, E] to the ranks that attend with them (exchange.py); records no graph."""
-        if plan.mesh.sequence_parallel_size == 1:
-            return heads
-        return exchange_qkv_forward(heads, plan)
-
-    def to_heads_backward(self, grads: Tensors, plan: AttentionPlan) -> Tensors:
-        if plan.mesh.sequence_parallel_size == 1:
-            return grads
-        return exchange_qkv_backward(grads, plan, self.num_heads, self.num_kv_heads)
-
-    def to_tokens(self, output: Tensor, plan: AttentionPlan) -> Tensor:
-        """Bring outputs back to their tokens' ranks, as collectively as q, k and v."""
-        if plan.mesh.sequence_parallel_size == 1:
-            return output
-        return exchange_out_forward(output, plan)
-
-    def to_tokens_backward(self, grad: Tensor, plan: AttentionPlan) -> Tensor:
-        if plan.mesh.sequence_parallel_size == 1:
-            return grad
-        return exchange_out_backward(grad, plan)
+    def exchange(self, plan: AttentionPlan) -> Exchange:
+        """Return the exchanges of q, k, v and the output."""
+        query, key = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
+        return head_exchange([[query], [key], [key]], plan, has_queries=True)
 
     def attend_forward(
         self, shards: Tensors, plan: AttentionPlan, sink: Tensor | None = None
@@ -187,7 +269,7 @@ class UlyssesAttention(nn.Module):
         plan, kernel, inputs = self._calls(shards, plan)
 
         def run(call: VarlenCall) -> Results:
-            return kernel.forward(inputs(call), call.documents)
+            return kernel_forward(kernel, inputs(call), call.documents)
 
         first, *others = plan.calls
         out, lse = run(first)
@@ -221,7 +303,9 @@ class UlyssesAttention(nn.Module):
             """Return one call's share of the gradients; out and lse of all calls together make it exact."""
             rows, _, documents, _ = call
             row_lse = lse[:, rows].contiguous()
-            return kernel.backward(dout[rows], inputs(call), out[rows], row_lse, documents)
+            return kernel_backward(
+                kernel, dout[rows], inputs(call), out[rows], row_lse, documents
+            )
 
         if len(plan.calls) == 1 and plan.calls[0].keys == slice(0, key.shape[0]):
             dquery, dkey, dvalue = gradients(plan.calls[0])
@@ -261,8 +345,8 @@ class UlyssesAttention(nn.Module):
 
     def _calls(
         self, shards: Tensors, plan: AttentionPlan
-    ) -> tuple[AttentionPlan, Kernel, Callable[[VarlenCall], Inputs]]:
-        """Return the plan under the window, the kernel for it, and what the kernel gets for one of its calls."""
+    ) -> tuple[AttentionPlan, str, Callable[[VarlenCall], Inputs]]:
+        """Return the plan under the window, the kernel's name for it, and what the kernel gets for one of its calls."""
         query, key, value = shards
         window = self.window
         if window and plan.longest <= window:
@@ -278,7 +362,7 @@ class UlyssesAttention(nn.Module):
                 query[rows], key[keys], value[keys], causal, self.softmax_scale, window
             )
 
-        return plan.windowed(window) if window else plan, KERNELS[name], inputs
+        return plan.windowed(window) if window else plan, name, inputs
 
     def _check_shapes(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         counts = self.num_heads, self.num_kv_heads, self.num_kv_heads
@@ -286,11 +370,10 @@ class UlyssesAttention(nn.Module):
         tensors = query, key, value
         alike = [x.shape for x in tensors] == shapes and query.dtype == key.dtype == value.dtype
         if query.dim() not in (3, 4) or not alike:
-            lengths = [int(n) for x in tensors for n in x.shape[-3:-2]]
             raise ValueError(
                 f"query, key and value are {', '.join(f'{x.dtype} {list(x.shape)}' for x in tensors)}; they must have "
                 f"one dtype and {counts} heads of {self.head_dim}: [S, heads, {self.head_dim}] or [B, S, heads, ...], "
-                f"and one length S, which is {lengths} here"
+                "and one length S"
             )
 
 
@@ -300,40 +383,6 @@ def _checked_window(window: int | None) -> int | None:
             f"window is {window} but a token sees at least itself; set it to 1 or more, or to None"
         )
     return window
-
-
-AttendContext = Context[tuple[UlyssesAttention, AttentionPlan]]
-
-
-class _Attend(torch.autograd.Function):
-    """Exchange, attend and exchange; keeps q', k', v', out' and lse."""
-
-    @staticmethod
-    def forward(
-        ctx: AttendContext,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sink: Tensor | None,
-        attention: UlyssesAttention,
-        plan: AttentionPlan,
-    ) -> Tensor:
-        shards = attention.to_heads((query, key, value), plan)
-        out, lse = attention.attend_forward(shards, plan, sink)
-        ctx.save_for_backward(*shards, out, lse, sink)
-        ctx.rest = attention, plan
-        return attention.to_tokens(out, plan)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: AttendContext, grad: Tensor) -> tuple[Tensor | None, ...]:
-        attention, plan = ctx.rest
-        query, key, value, out, lse, sink = ctx.saved_tensors
-        dout = attention.to_tokens_backward(grad, plan)
-        grads, dsink = attention.attend_backward(
-            dout, (query, key, value), (out, lse), plan, sink
-        )
-        return *attention.to_heads_backward(grads, plan), *(dsink or (None,)), None, None
 
 
 def prove_kernel(
@@ -356,22 +405,19 @@ def prove_kernel(
     """
     draw, widths = torch.Generator().manual_seed(0), (heads, kv_heads, kv_heads)
     tensor_names = ("output", "query gradient", "key gradient", "value gradient")
-    cases: list[tuple[str, tuple[int, ...], int | None]] = []
     # with a window of one token the gradients of query and key are zero, so that no error can be relative to them
-    for window in {size and max(2, min(size, PROOF_WINDOW)) for size in windows}:
-        lengths_of_kernel = {}
-        for lengths in (PROOF_LENGTHS[:1], PROOF_LENGTHS):
-            choice = resolve_kernel(
-                requested, device, dtype, head_dim, num_documents=len(lengths), window=window
-            )
-            lengths_of_kernel[choice.name] = lengths
-        cases += [(name, lengths, window) for name, lengths in lengths_of_kernel.items()]
-        if device.type == "cuda":
-            varlen = [name for name in lengths_of_kernel if name in VARLEN]
-            cases += [(name, SHORT_LENGTHS, window) for name in varlen]
-        if "flash4" in lengths_of_kernel and longest >= ONE_DOCUMENT:
-            cases.append(("flash4", (ONE_DOCUMENT,), window))
-    for name, lengths, window in cases:
+    sizes = {size and max(2, min(size, PROOF_WINDOW)) for size in windows}
+    cases = []
+    for window, count in product(sizes, (1, len(PROOF_LENGTHS))):
+        choice = resolve_kernel(
+            requested, device, dtype, head_dim, num_documents=count, window=window
+        )
+        cases.append((choice.name, PROOF_LENGTHS, window))
+        if device.type == "cuda" and choice.name in VARLEN:
+            cases.append((choice.name, SHORT_LENGTHS, window))
+        if choice.name == "flash4" and longest >= ONE_DOCUMENT:
+            cases.append((choice.name, (ONE_DOCUMENT,), window))
+    for name, lengths, window in dict.fromkeys(cases):
         cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0)
         # q, k and v are strided views of one buffer, as the exchange leaves them
         packed, upstream = (

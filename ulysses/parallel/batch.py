@@ -140,23 +140,16 @@ def pack_shard(
     sequences: list[Sequence],
     mesh: ParallelMesh,
     device: Device = "cpu",
-    *,
-    may_be_empty: bool = False,
 ) -> ShardedBatch:
     """Pack the sequences and return this rank's shard, reading only its own slices of their arrays.
 
     There is no communication: every rank of the group is given the same sequences, which all have the same columns.
-    A rank that has run out of data sets `may_be_empty`: no sequences, or those that `emptied` returns, then become a
-    batch of sp tokens with weight 0. Raises ValueError if there are no sequences, or if a weight is not finite.
+    For a rank that has run out of data, no sequences, or those that `emptied` returns, become a batch of sp tokens with
+    weight 0. Raises ValueError if only some sequences have tokens, or if a weight is not finite.
     """
     # an empty pack reads no token, but learns its columns and their types
     column_source = sequences or [Sequence([], [])]
     sequences = [s for s in sequences if len(s.tokens)]
-    if not sequences and not may_be_empty:
-        raise ValueError(
-            "there are no sequences to pack; leave the step out on all ranks together, or set may_be_empty=True for a "
-            "batch without weight"
-        )
     if sequences and len(sequences) < len(column_source):
         raise ValueError("a sequence has no tokens; drop it before packing")
     shared = shared_prompts(sequences)

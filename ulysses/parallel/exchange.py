@@ -1,12 +1,12 @@
 """The all-to-alls of Ulysses and their adjoints, from token shards to head shards and back.
 
-Plain Ulysses (R = 1) on two ranks; one exchange carries q, k and v of a layer:
+Plain Ulysses (R = 1) on two ranks; one exchange carries all tensors of a layer, here q, k and v:
 
     rank 0  tokens 0..S-1     [ S, H q | K k | K v ]  --+-->  rank 0  all tokens  [ T, H/2 q | K/2 k | K/2 v ]
     rank 1  tokens S..2S-1    [ S, H q | K k | K v ]  --+-->  rank 1  all tokens  [ T, H/2 q | K/2 k | K/2 v ]
 
-One copy packs the send buffer. What arrives is [T, heads, E] in packed order already, and q', k', v' are views of it.
-A kv head that several ranks need is written into the buffer once for each of them; the adjoint sums their gradients.
+What arrives is in packed order already, and q', k', v' are views of it. A kv head that several ranks need is written
+into the buffer once for each of them; the adjoint sums their gradients.
 
 With row-parallel ranks (R > 1, layout.py) the same single all-to-all has parts of two sizes:
 
@@ -15,101 +15,203 @@ With row-parallel ranks (R > 1, layout.py) the same single all-to-all has parts 
 
 and the keys are put into packed order when they arrive, in one copy for k and v together.
 
-Letters: T packed tokens, S tokens on this rank, H query heads, K kv heads, E head dim, U head-parallel and R
+Linear attention has no queries in this sense: all of its tensors go to every set of U ranks, where U is the common
+divisor of the ranks and its own value heads. The sets do the same work, and each returns the outputs of its own ranks'
+tokens.
+
+Letters: T packed tokens, S tokens on this rank, H query heads, K kv heads, E head dim, U ranks that split the heads, R
 row-parallel size; `query` and `key` are the numbers of heads on one rank after the exchange (HeadLayout).
 """
 
+import math
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .layout import AttentionPlan, HeadLayout, contiguous, copy_strided, head_layout
-from .mesh import HOST_WAITS, ParallelMesh
+from .layout import (
+    AttentionPlan,
+    HeadLayout,
+    Tensors,
+    contiguous,
+    copy_strided,
+    head_layout,
+)
+from .mesh import ParallelMesh
+from .ranges import rows_between
 
-# --- q, k, v: token shards -> head shards ------------------------------------------------------------------------
-
-
-def exchange_qkv_forward(qkv: Sequence[Tensor], plan: AttentionPlan) -> tuple[Tensor, ...]:
-    """Send q [S, H, E], k and v [S, K, E] to the ranks that attend with them; records no graph.
-
-    Returns q' [T/R, query, E], k' and v' [T, key, E]. All ranks of the group call it together, and its adjoint too.
-    """
-    mesh, (query, key, value) = plan.mesh, qkv
-    heads = head_layout(query.shape[1], key.shape[1], mesh.head_parallel_size)
-    send = _Buffer(plan, heads, query)
-    copy_strided(send.query, _by_rank(query, mesh.head_parallel_size))
-    for region in send.keys:
-        write_heads(region[:, :, : heads.key], key, heads)
-        write_heads(region[:, :, heads.key :], value, heads)
-    received = send.exchange()
-    del send, region  # the last references to the send buffer
-    query = received.query.flatten(0, 1)
-    if mesh.row_parallel_size == 1:
-        keys = received.keys[0].flatten(0, 1)
-    else:
-        # a view would keep the keys' receive buffer alive next to their copy
-        query = contiguous(query)
-        keys = query.new_empty(plan.total, 2 * heads.key, query.shape[-1])
-        for rows, part in _packed_rows(received.keys, plan):
-            copy_strided(keys[rows], part)
-    return query, keys[:, : heads.key], keys[:, heads.key :]
+Parts = Sequence[tuple[int, int]]  # side by side in a tensor: how many heads, and how wide each
 
 
-def exchange_qkv_backward(
-    grads: Sequence[Tensor], plan: AttentionPlan, num_heads: int, num_kv_heads: int
-) -> tuple[Tensor, ...]:
-    """Bring gradients of head shards back to token shards; those of a kv head's copies are summed."""
-    dquery, dkey, dvalue = grads
-    ranks = plan.mesh.head_parallel_size
-    heads = head_layout(num_heads, num_kv_heads, ranks)
-    send = _Buffer(plan, heads, dquery)
-    copy_strided(send.query, dquery.unflatten(0, (ranks, -1)))
-    for rows, part in _packed_rows(send.keys, plan):
-        copy_strided(part[:, : heads.key], dkey[rows])
-        copy_strided(part[:, heads.key :], dvalue[rows])
-    received = send.exchange()
-    del send, part  # the last references to the send buffer
-    total, *others = received.keys
-    if others:  # add those of all row sets, in float32 or better
-        total = total.to(torch.promote_types(total.dtype, torch.float32), copy=True)
-    for part in others:
-        total += part
-    sums = (sum_heads(part, heads, num_kv_heads) for part in total.split(heads.key, -2))
-    grad_query = contiguous(received.query.transpose(0, 1)).flatten(1, 2)
-    return grad_query, *(x.to(dquery.dtype) for x in sums)
+class HeadExchange:
+    """Exchange the tensors of a layer under a plan; all ranks of the group call a method together.
 
+    Nothing records a graph, except `my_columns`.
 
-class _Buffer:
-    """A send or receive buffer of one exchange, with views of its regions.
-
-        k | v of the row sets before mine    q | k | v of my row set    k | v of the row sets after mine
-
-    query [U, S, query, E]; keys: [U, S, 2 key, E] for every row set, k before v.
+    Args:
+        tensors: the parts of each tensor. The part with most heads holds query or value heads; another one has as many,
+            or fewer, each of which serves several of these.
+        has_queries: whether the first tensor, which has one part, holds the queries of softmax attention: its rows go
+            to the ranks of this rank's row set alone, and so does the output.
     """
 
     def __init__(
-        self, plan: AttentionPlan, heads: HeadLayout, like: Tensor, data: Tensor | None = None
-    ):
-        mesh, tokens = plan.mesh, plan.local_tokens
-        ranks, sets, mine = mesh.head_parallel_size, mesh.row_parallel_size, mesh.row_set
-        self._plan, self._heads = plan, heads
-        # how many vectors of E numbers go to each rank of another row set, and to each of mine
-        self._far = tokens * 2 * heads.key
-        self._near = self._far + tokens * heads.query
-        sizes = [ranks * (self._near if s == mine else self._far) for s in range(sets)]
-        self._data = like.new_empty(sum(sizes), like.shape[-1]) if data is None else data
-        regions = [x.unflatten(0, (ranks, tokens, -1)) for x in self._data.split(sizes)]
-        self.query = regions[mine][:, :, : heads.query]
-        self.keys = [region[:, :, -2 * heads.key :] for region in regions]
+        self, tensors: Sequence[Parts], plan: AttentionPlan, *, has_queries: bool = False
+    ) -> None:
+        self.tensors, self.plan, self.mesh = tensors, plan, plan.mesh
+        self.queries = int(has_queries)  # how many of the tensors hold queries
+        parts = [*chain(*tensors)]
+        most = max(heads for heads, _ in parts)
+        self.ranks = math.gcd(self.mesh.sequence_parallel_size, most)
+        if has_queries:
+            self.ranks = self.mesh.head_parallel_size
+        self.my_set, self.my_block = divmod(self.mesh.sp_rank, self.ranks)
+        self.set_rows = self.ranks * plan.local_tokens
+        self.heads = [heads for heads, _ in parts]
+        self.layouts = [head_layout(most, heads, self.ranks) for heads in self.heads]
+        # columns on one rank after the exchange: of every part, of every tensor, of the queries and of all else
+        self.widths = [layout.key * width for layout, (_, width) in zip(self.layouts, parts)]
+        widths = iter(self.widths)
+        self.columns = [sum(next(widths) for _ in of_tensor) for of_tensor in tensors]
+        self.query_columns = sum(self.columns[: self.queries])
+        self.key_columns = sum(self.columns) - self.query_columns
 
-    def exchange(self) -> "_Buffer":
+    def my_columns(self, columns: Tensor, part: int) -> Tensor:
+        """Return this rank's columns, or heads, of a tensor that has all those of a part along axis 0; with a graph."""
+        layout = self.layouts[part]
+        slots = torch.arange(layout.key, device=columns.device) + self.my_block * layout.key
+        heads = columns.unflatten(0, (self.heads[part], -1))[slots // layout.repeat]
+        return heads.flatten(0, 1)
+
+    def to_heads(self, tensors: Tensors) -> Tensors:
+        """Send local rows of all heads, [S, columns] or [S, heads, E], to the ranks that compute with them.
+
+        Return this rank's heads of the queries [T/R, ...] and of everything else [T, ...] in packed order.
+        """
+        received = self._send_rows(tensors)
+        if self.mesh.row_parallel_size == 1:
+            shards = received.view(self.plan.total, -1).split(self.columns, 1)
+        else:
+            keys = received.new_empty(self.plan.total, self.key_columns)
+            for rows, part in self._arcs(received):
+                copy_strided(keys[rows], part)
+            shards = keys.split(self.columns[self.queries :], 1)
+            if self.queries:
+                # a view would keep the keys' receive buffer alive next to their copy
+                query = self._regions(received)[self.my_set][..., : self.query_columns]
+                shards = contiguous(query.flatten(0, 1)), *shards
+        if not self.queries:  # the kernels of linear attention read contiguous rows
+            shards = tuple(map(contiguous, shards))
+        return [x.unflatten(1, (-1, *y.shape[2:])) for x, y in zip(shards, tensors)]
+
+    def to_heads_backward(self, grads: Tensors) -> Tensors:
+        """Bring gradients of head shards back to token shards; those of a head's copies are summed."""
+        regions = self._regions(self._send_gradients(grads))
+        total, *others = (region[..., -self.key_columns :] for region in regions)
+        if others:  # add those of all sets, in float32 or better
+            total = total.to(torch.promote_types(total.dtype, torch.float32), copy=True)
+        for part in others:
+            total += part
+        views = total.split(self.widths[self.queries :], -1)
+        if self.queries:
+            views = regions[self.my_set][..., : self.query_columns], *views
+        sums = (
+            sum_heads(view.unflatten(-1, (layout.key, -1)), layout, heads).to(grads[0].dtype)
+            for view, layout, heads in zip(views, self.layouts, self.heads)
+        )
+        tensors = []
+        for grad, of_tensor in zip(grads, self.tensors):
+            first, *rest = (next(sums).flatten(1) for _ in of_tensor)
+            rows = torch.cat([first, *rest], 1) if rest else first
+            tensors.append(rows.unflatten(1, (-1, *grad.shape[2:])))
+        return tensors
+
+    def to_tokens(self, out: Tensor) -> Tensor:
+        """Bring outputs [T/R, H/U, E], or [T, H/U, E] where there are no queries, to their tokens' ranks [S, H, E]."""
+        if not self.queries:
+            out = out[self.plan.by_rank].unflatten(0, (-1, self.set_rows))[self.my_set]
+        received = all_to_all(
+            contiguous(out).unflatten(0, (self.ranks, -1)), self.mesh, self.ranks
+        )
+        return contiguous(received.transpose(0, 1)).flatten(1, 2)
+
+    def to_tokens_backward(self, grad: Tensor) -> Tensor:
+        """Send the outputs' gradients where the outputs came from; other sets' tokens get zeros there."""
+        by_head = contiguous(_by_rank(grad, self.ranks))
+        rows = all_to_all(by_head, self.mesh, self.ranks).flatten(0, 1)
+        sets = self.mesh.sequence_parallel_size // self.ranks
+        if self.queries or sets == self.mesh.row_parallel_size == 1:
+            return rows
+        of_sets = rows.new_zeros(sets, *rows.shape)
+        of_sets[self.my_set] = rows
+        packed = rows.new_empty(self.plan.total, *rows.shape[1:])
+        packed[self.plan.by_rank] = of_sets.flatten(0, 1)
+        return packed
+
+    def _send_rows(self, tensors: Tensors) -> Tensor:
+        """Write local rows of all heads to a send buffer, and return what arrives."""
+        send = self._buffer(tensors[0])
+        regions = self._regions(send)
+        mine, layouts = regions.pop(self.my_set), iter(self.layouts)
+        views = iter(mine.split(self.widths, -1))
+        for tensor, parts in zip(tensors, self.tensors):
+            columns = tensor.flatten(1).split([heads * width for heads, width in parts], 1)
+            for values, part, layout in zip(columns, parts, layouts):
+                view = next(views).unflatten(-1, (layout.key, -1))
+                write_heads(view, values.unflatten(1, part), layout)
+        for region in regions:
+            copy_strided(region, mine[..., self.query_columns :])
+        return self._exchange(send)
+
+    def _send_gradients(self, grads: Tensors) -> Tensor:
+        """Write gradients of head shards to a send buffer, and return what arrives."""
+        grads = [grad.flatten(1) for grad in grads]
+        if self.mesh.row_parallel_size == 1:
+            return self._exchange(torch.cat(grads, 1).view(-1))
+        send = self._buffer(grads[0])
+        if self.queries:
+            query, *grads = grads
+            view = self._regions(send)[self.my_set][..., : self.query_columns]
+            copy_strided(view, query.unflatten(0, (self.ranks, -1)))
+        for rows, part in self._arcs(send):
+            for view, grad in zip(part.split(self.columns[self.queries :], 1), grads):
+                copy_strided(view, grad[rows])
+        return self._exchange(send)
+
+    def _buffer(self, like: Tensor) -> Tensor:
+        """Return a buffer of all rows that this rank sends, or receives."""
+        count, tokens = self.mesh.sequence_parallel_size, self.plan.local_tokens
+        columns = count * self.key_columns + self.ranks * self.query_columns
+        return like.new_empty(tokens * columns)
+
+    def _regions(self, buffer: Tensor) -> list[Tensor]:
+        """View a buffer as what each set of ranks sends or receives [U, S, columns].
+
+        k | v of the sets before mine    q | k | v of my set    k | v of the sets after mine
+        """
+        sizes = [self.set_rows * self.key_columns] * (
+            self.mesh.sequence_parallel_size // self.ranks
+        )
+        sizes[self.my_set] += self.set_rows * self.query_columns
+        return [x.view(self.ranks, self.plan.local_tokens, -1) for x in buffer.split(sizes)]
+
+    def _arcs(self, buffer: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the packed rows of every arc and its part [rows, columns] of a buffer, without queries."""
+        held = [*chain(*self.plan.row_sets)]  # the packed rows of all ranks, in their order
+        for row_set, region in enumerate(self._regions(buffer)):
+            first = row_set * self.set_rows
+            arcs = rows_between(held, first, first + self.set_rows)
+            rows = region[..., -self.key_columns :].flatten(0, 1)
+            for (a, b), part in zip(arcs, rows.split([b - a for a, b in arcs])):
+                yield slice(a, b), part
+
+    def _exchange(self, send: Tensor) -> Tensor:
         """Return the receive buffer; the send buffer is free as soon as the caller drops it."""
-        mesh = self._plan.mesh
-        sizes = self._near, self._far
-        received = all_to_all(self._data, mesh, mesh.head_parallel_size, *sizes)
-        return _Buffer(self._plan, self._heads, received, received)
+        tokens = self.plan.local_tokens
+        near, far = (tokens * x for x in (sum(self.columns), self.key_columns))
+        return all_to_all(send, self.mesh, self.ranks, near, far)
 
 
 def all_to_all(
@@ -123,16 +225,8 @@ def all_to_all(
     if ranks < count:
         mine = mesh.sp_rank // ranks
         splits = [near if r // ranks == mine else far for r in range(count)]
-    with HOST_WAITS:
-        dist.all_to_all_single(received, send, splits, splits, group=mesh.sp_group)
+    dist.all_to_all_single(received, send, splits, splits, group=mesh.sp_group)
     return received
-
-
-def _packed_rows(keys: list[Tensor], plan: AttentionPlan) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the packed rows of every arc and its part [rows, 2 key, E] of a buffer's keys."""
-    for row_set, arcs in zip(keys, plan.row_sets):
-        parts = row_set.flatten(0, 1).split([b - a for a, b in arcs])
-        yield from ((slice(a, b), part) for (a, b), part in zip(arcs, parts))
 
 
 def _by_rank(values: Tensor, ranks: int) -> Tensor:
@@ -141,9 +235,9 @@ def _by_rank(values: Tensor, ranks: int) -> Tensor:
 
 
 def write_heads(part: Tensor, values: Tensor, heads: HeadLayout) -> None:
-    """Write kv heads [S, K, E] for U ranks into part [U, S, key, E]: slot j of the U * key gets head j // repeat."""
+    """Write heads [S, K, E] for U ranks into part [U, S, key, E]: slot j of the U * key gets head j // repeat."""
     if heads.repeat == 1:
-        copy_strided(part, values.unflatten(1, (-1, heads.key)).transpose(0, 1))
+        copy_strided(part, _by_rank(values, len(part)))
     elif heads.key == 1:
         copy_strided(
             part.unflatten(0, (-1, heads.repeat)), values.transpose(0, 1)[:, None, :, None]
@@ -155,28 +249,7 @@ def write_heads(part: Tensor, values: Tensor, heads: HeadLayout) -> None:
             )
 
 
-def sum_heads(grads: Tensor, heads: HeadLayout, num_kv_heads: int) -> Tensor:
-    """Sum the copies of every kv head: [U, S, key, E] -> [S, K, E]."""
+def sum_heads(grads: Tensor, heads: HeadLayout, num_heads: int) -> Tensor:
+    """Sum the copies of every head: [U, S, key, E] -> [S, K, E]."""
     slots = contiguous(grads.transpose(0, 1)).flatten(1, 2)
-    return (
-        slots if heads.repeat == 1 else slots.unflatten(1, (num_kv_heads, heads.repeat)).sum(2)
-    )
-
-
-# --- attention output: head shards -> token shards ---------------------------------------------------------------
-
-
-def exchange_out_forward(output: Tensor, plan: AttentionPlan, ranks: int = 0) -> Tensor:
-    """Bring attention outputs [T/R, H/U, E] back to their tokens' ranks [S, H, E], as collectively as q, k and v.
-
-    ranks: how many neighbours split the heads and bring rows back to each other; 0 stands for U.
-    """
-    ranks = ranks or plan.mesh.head_parallel_size
-    received = all_to_all(contiguous(output).unflatten(0, (ranks, -1)), plan.mesh, ranks)
-    return contiguous(received.transpose(0, 1)).flatten(1, 2)
-
-
-def exchange_out_backward(grad: Tensor, plan: AttentionPlan, ranks: int = 0) -> Tensor:
-    """Send the outputs' gradients where the outputs came from: [S, H, E] -> [T/R, H/U, E]."""
-    ranks = ranks or plan.mesh.head_parallel_size
-    return all_to_all(contiguous(_by_rank(grad, ranks)), plan.mesh, ranks).flatten(0, 1)
+    return slots if heads.repeat == 1 else slots.unflatten(1, (num_heads, heads.repeat)).sum(2)

@@ -11,30 +11,11 @@ The sequence axis is the inner one, so that its all-to-alls stay inside a node. 
 
 import math
 from collections.abc import Sequence
-from time import perf_counter
 from typing import TypeVar
 
 import torch.distributed as dist
 
 Value = TypeVar("Value")
-
-
-class Waits:
-    """A context around collectives; `seconds` adds up how long this rank's host was inside.
-
-    On a CPU the host waits there for the ranks that come later.
-    """
-
-    seconds = 0.0
-
-    def __enter__(self) -> None:
-        self._began = perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds += perf_counter() - self._began
-
-
-HOST_WAITS = Waits()
 
 
 def gather(value: Value) -> list[Value]:
@@ -45,8 +26,7 @@ def gather(value: Value) -> list[Value]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values = [value] * dist.get_world_size()
-    with HOST_WAITS:
-        dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value)
     return values
 
 

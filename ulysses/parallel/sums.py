@@ -17,7 +17,6 @@ from torch import Tensor
 
 from .batch import ShardedBatch
 from .layout import Context
-from .mesh import HOST_WAITS
 
 
 def segment_sums(values: Tensor, batch: ShardedBatch) -> Tensor:
@@ -42,10 +41,7 @@ def gather_tokens(values: Tensor, batch: ShardedBatch) -> Tensor:
     plan, gathered = batch.attention_plan, values
     if batch.mesh.sp_group is not None:
         gathered = values.new_empty(plan.total, *values.shape[1:])
-        with HOST_WAITS:
-            dist.all_gather_into_tensor(
-                gathered, values.contiguous(), group=batch.mesh.sp_group
-            )
+        dist.all_gather_into_tensor(gathered, values.contiguous(), group=batch.mesh.sp_group)
     packed = torch.empty_like(gathered)
     packed[plan.by_rank] = gathered
     return packed[: batch.num_tokens]
@@ -65,8 +61,7 @@ class _SegmentSums(torch.autograd.Function):
             [torch.segment_reduce(c, "sum", offsets=starts, unsafe=True) for c in columns], 1
         )
         if batch.mesh.sp_group is not None:
-            with HOST_WAITS:
-                dist.all_reduce(sums, group=batch.mesh.sp_group)
+            dist.all_reduce(sums, group=batch.mesh.sp_group)
         wide = torch.promote_types(values.dtype, torch.float32)
         return sums.view(-1, *values.shape[1:]).to(wide)
 

@@ -58,11 +58,6 @@ class Machine(NamedTuple):
         return LINK if ranks <= self.gpus_per_node else NODE_LINK
 
 
-def cpu_machine(processes: int) -> Machine:
-    """Return processes without GPUs, whose memory has no limit."""
-    return Machine(processes, math.inf, math.inf, 1)
-
-
 def this_machine(device: torch.device, host_gib: float = 0.0) -> Machine:
     """Return the machine of all ranks: the least memory and speed of any, and the largest node; all decide by it.
 
@@ -71,15 +66,14 @@ def this_machine(device: torch.device, host_gib: float = 0.0) -> Machine:
     Args:
         host_gib: memory of a node (memory.host_memory); 0 takes what its kernel reports.
     """
-    ours = cpu_machine(1)
+    memory, host = math.inf, host_gib * GIB or free_host_bytes()
     if device.type == "cuda":
         # the program may have set a smaller share than all of it
         memory = int(
             torch.cuda.get_device_properties(device).total_memory
             * torch.cuda.get_per_process_memory_fraction(device)
         )
-        host, peaks = host_gib * GIB or free_host_bytes(), device_peaks() or PEAKS["H200"]
-        ours = Machine(1, memory, host, local_world_size(), *peaks)
+    ours = Machine(1, memory, host, local_world_size(), *(device_peaks() or PEAKS["H200"]))
     gpus, memories, hosts, nodes, flops, rates = zip(*gather(ours))
     return Machine(sum(gpus), min(memories), min(hosts), max(nodes), min(flops), min(rates))
 

@@ -20,10 +20,9 @@ from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader, pack_step
-from ulysses.environment import local_world_size
 from ulysses.parallel.layout import squares
 from ulysses.parallel.mesh import divisors
-from ulysses.plan.hardware import GIB, Machine, free_host_bytes
+from ulysses.plan.hardware import GIB, Machine
 from ulysses.plan.layer_cost import PlannedModel, plain_model
 from ulysses.plan.step_cost import Plan, Question, fits, predict, states, step_seconds
 from ulysses.stages.base import AuxiliaryModel, PlannedRollout, Stage
@@ -83,8 +82,7 @@ def planner_question(
 ) -> Question:
     """Return the question of a run: one micro-batch of `tokens`, full of longest sequences.
 
-    The degree "auto" becomes the smallest whose plan fits, or all processes if none does. Where the answers that are
-    decoded at a time do not fit, their number is halved.
+    The degree "auto" becomes the smallest whose plan fits, or all processes if none does.
     """
     config, requirements = stage.config, stage.requirements
     degree, ppo, samples = (
@@ -114,13 +112,8 @@ def planner_question(
         lengths = ppo.planned_batch, config.data.max_length, ppo.max_new_tokens
         answers = PlannedRollout(count, *lengths, merged=config.model.lora.rank > 0)
         question = question._replace(samples=answers)
-    halvings = 1
-    if (requirements.rollout or samples) and ppo.generation_batch == "auto":
-        halvings = ppo.planned_batch.bit_length()
     degrees = divisors(machine.gpus) if degree == "auto" else [degree]
-    *others, last = (
-        question._replace(halvings=n, sp=sp) for n in range(halvings) for sp in degrees
-    )
+    *others, last = (question._replace(sp=sp) for sp in degrees)
     return next((q for q in others if fits(choose(q))), last)
 
 
@@ -219,22 +212,21 @@ def planned_step(
 
 
 def candidates(question: Question, resident: bool) -> Iterator[Plan]:
-    """Yield plans that differ in what the layers keep and where: the fastest first, copies to the host aside.
+    """Yield plans that differ in what the layers keep and where; the last one takes the least memory.
 
-    The last one takes the least memory. Each level comes with the next faster one on as many of the last layers as
-    possible, on fewer, and on none; then with the activations of more and more of the first layers on the host.
+    Each level comes with the next faster one on as many of the last layers as possible, on fewer, and on none; then
+    with the activations of more and more of the first layers on the host.
     """
-    count, offload = question.model.shape.num_hidden_layers, question.offload
+    count = question.model.shape.num_hidden_layers
     for faster, level in pairwise((None, *question.levels)):
         plan, most = Plan(question, (level,) * count, resident=resident), 0
-        if offload != "none" and level != "none":
+        if question.offload != "none" and level != "none":
             room = question.machine.host_budget - predict(plan).host
             most = sum(x <= room for x in accumulate(plan.kept))
-        least = most if offload == "checkpoints" else 0
-        if faster and not least:
+        if faster:
             for n in range(1, count):
                 yield plan._replace(levels=(level,) * n + (faster,) * (count - n))
-        for away in range(least, most + 1):
+        for away in range(most + 1):
             yield plan._replace(offloaded_layers=away)
 
 
@@ -252,17 +244,10 @@ def choose(question: Question) -> Plan:
     """
     q = question
     if not q.machine.is_gpu:
-        level, count = q.levels[0], q.model.shape.num_hidden_layers
-        away = count * (q.offload == "checkpoints" and level != "none")
-        return Plan(q, (level,) * count, away, resident_choices(q)[0])
-    # each level by itself too: moving what it keeps may take longer than recomputing it at the next level
-    questions = [q]
-    if q.offload != "none":
-        questions += [q._replace(recompute=level) for level in q.levels]
-    tried = [candidates(x, resident) for resident in resident_choices(q) for x in questions]
-    fitting = [plan for plans in tried if (plan := next(filter(fits, plans), None))]
-    nearest = [*candidates(q, resident_choices(q)[-1])][-1]
-    return min(fitting, key=step_seconds, default=nearest)._replace(question=q)
+        levels = q.levels[:1] * q.model.shape.num_hidden_layers
+        return Plan(q, levels, resident=resident_choices(q)[0])
+    plans = [plan for resident in resident_choices(q) for plan in candidates(q, resident)]
+    return min(filter(fits, plans), key=step_seconds, default=plans[-1])
 
 
 def choose_memory(question: Question) -> Plan:
@@ -272,15 +257,22 @@ def choose_memory(question: Question) -> Plan:
     might suffice.
 
     Raises:
-        ConfigError: if the GPU, or the host for what is moved there, is predicted to be too small, with what to change.
+        ConfigError: if the GPU, or the host for what is moved there, is predicted to be too small, with what to change;
+            on CPUs, if weights, optimizer and gradients alone exceed their machine's free memory.
     """
-    plan = choose(question)
-    if question.machine.is_gpu:
+    plan, machine = choose(question), question.machine
+    if machine.is_gpu:
         p = predict(plan)
         if not p.fits_host:
             raise ConfigError(_host_refusal(plan))
-        if p.gpu > question.machine.gpu_bytes:
+        if p.gpu > machine.gpu_bytes:
             raise ConfigError(_gpu_refusal(plan))
+    elif (needed := sum(states(plan)) * machine.local_processes) > machine.host_bytes:
+        raise ConfigError(
+            f"on CPUs, weights, optimizer and gradients take {needed / GIB:.1f} GiB of this machine's memory but "
+            f"{machine.host_bytes / GIB:.1f} GiB are free; use GPUs or a smaller model, train adapters "
+            "(model.lora.rank), or set memory.host_memory if the machine has more than its kernel reports"
+        )
     return plan
 
 
@@ -382,18 +374,6 @@ def longest_sequence(question: Question) -> int:
 
 
 # ---------------------------------------------------------------- refusals and lines
-
-
-def check_host(config: Config, plan: Plan) -> None:
-    """Refuse a run on CPUs whose weights, optimizer and gradients alone exceed their machine's free memory."""
-    free = config.memory.host_memory * GIB or free_host_bytes()
-    needed = sum(states(plan)) * local_world_size()
-    if needed > free and not plan.question.machine.is_gpu:
-        raise ConfigError(
-            f"on CPUs, weights, optimizer and gradients take {needed / GIB:.1f} GiB of this machine's memory but "
-            f"{free / GIB:.1f} GiB are free; use GPUs or a smaller model, train adapters (model.lora.rank), or set "
-            "memory.host_memory if the machine has more than its kernel reports"
-        )
 
 
 def memory_line(plan: Plan) -> str:

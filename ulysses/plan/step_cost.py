@@ -83,11 +83,10 @@ class Question(NamedTuple):
     logit_bytes: see ulysses.stages.base.Requirements.
     rollout: what this process decodes before it trains on it.
     samples: the answers of run.samples, which every language model of the run gives.
-    halvings: how often the number of answers decoded at a time is halved, so that they fit.
     recompute: the level that is asked for, or "auto".
     weights: "sharded" over all ranks, "resident" on each, or "auto" for the faster of those that fit.
     offload: "none"; "auto" moves the fewest layers with which the GPU suffices or, if it never does, as many as the
-        host holds; "checkpoints" moves as many as the host holds.
+        host holds.
     moment_bytes: of AdamW's two moments of a trained parameter.
     others: frozen models that the run holds as well.
     teacher: the one of `others` whose logits are compared with the trained model's.
@@ -107,7 +106,6 @@ class Question(NamedTuple):
     logit_bytes: int = 0
     rollout: PlannedRollout | None = None
     samples: PlannedRollout | None = None
-    halvings: int = 0
     recompute: str = "auto"
     weights: str = "auto"
     offload: str = "none"
@@ -126,9 +124,7 @@ class Question(NamedTuple):
     @property
     def levels(self) -> tuple[str, ...]:
         """The levels to choose from, the fastest first."""
-        if self.recompute != "auto":
-            return (self.recompute,)
-        return LEVELS[1:] if self.offload == "checkpoints" else LEVELS
+        return LEVELS if self.recompute == "auto" else (self.recompute,)
 
     @property
     def common_heads(self) -> int:
@@ -169,10 +165,6 @@ class Plan(NamedTuple):
         """The bytes that every layer keeps."""
         q = self.question
         return [layer.kept_bytes(x, q.element_size) * q.rows for x, layer in self.layers]
-
-    @property
-    def tokens_per_microbatch(self) -> int:
-        return self.question.tokens_per_microbatch
 
     @property
     def keeps_gradients(self) -> bool:
@@ -313,11 +305,11 @@ def _sampling_bytes(plan: Plan, model: PlannedModel, rollout: PlannedRollout) ->
     """Return the bytes of a gathered model and of its sampler's cache and work; 0 if servers answer."""
     from ulysses.rl.sampler import sampling_bytes
 
-    size, answers = plan.question.element_size, rollout.batch >> plan.question.halvings
+    size = plan.question.element_size
     weights = size * model.parameters * (rollout.merged and model is plan.question.model)
     weights += model.weight_bytes(size) * (not plan.resident)
     fixed, each = sampling_bytes(model.shape, rollout.prompt_tokens + rollout.new_tokens, size)
-    return (weights + fixed + each * min(rollout.answers, answers)) * bool(rollout.batch)
+    return (weights + fixed + each * min(rollout.answers, rollout.batch)) * bool(rollout.batch)
 
 
 # ---------------------------------------------------------------- seconds

@@ -77,16 +77,22 @@ def reinforce(
 
 
 class Advantage(NamedTuple):
-    """An algorithm: its function, whether it trains a value, and whether it compares the answers to a prompt."""
+    """An algorithm: its function, whether it trains a value, and whether it compares the answers to a prompt.
+
+    unread: settings of other algorithms.
+    """
 
     compute: Callable[..., ColumnsAndMetrics]
+    unread: tuple[str, ...]
     needs_value: bool = False
     needs_group: bool = False
 
 
 ADVANTAGES = {
-    "gae": Advantage(gae, needs_value=True),
-    "group": Advantage(compare_answers, needs_group=True),
-    "leave_one_out": Advantage(compare_answers, needs_group=True),
-    "reinforce++": Advantage(reinforce),
+    "gae": Advantage(gae, ("ppo.scale_by_std",), needs_value=True),
+    "group": Advantage(compare_answers, ("ppo.gamma", "ppo.lam"), needs_group=True),
+    "leave_one_out": Advantage(
+        compare_answers, ("ppo.gamma", "ppo.lam", "ppo.scale_by_std"), needs_group=True
+    ),
+    "reinforce++": Advantage(reinforce, ("ppo.lam", "ppo.scale_by_std")),
 }

@@ -1,6 +1,6 @@
 """A loopback endpoint that speaks OpenAI's chat completions, for agents that are programs of their own.
 
-    POST http://127.0.0.1:PORT/EPISODE/v1/chat/completions    ->    Model.chat of the episode
+    POST http://127.0.0.1:PORT/v1/chat/completions    ->    Model.chat of the episode that the key is of
 
 A request has messages and, if it likes, tools and the most tokens of the answer, and may ask for a stream, which then
 has one piece. How tokens are drawn is the run's business: a request that asks for something else is refused, because
@@ -10,10 +10,9 @@ the policy would be trained as if it had not.
 import asyncio
 import json
 import secrets
-import socket
 import sys
 import time
-from concurrent.futures import CancelledError, wait
+from concurrent.futures import CancelledError
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
@@ -24,7 +23,6 @@ from ulysses.rl.model import EpisodeOverError, Model, Turn
 Json = dict[str, Any]
 PATH = "/v1/chat/completions"
 MOST_BYTES = 64 << 20  # of a request
-LOOK_SECONDS = 0.05  # between two looks whether the client still waits
 READ = {
     "model",
     "messages",
@@ -58,27 +56,24 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Endpoint(ThreadingHTTPServer):
-    """Serve the models of running episodes on a free port of this machine, each at a URL of its own.
+    """Serve the models of running episodes on a free port of this machine, for all rollouts of a run.
 
     Args:
         loop: which runs the episodes.
 
     Attributes:
-        models: by the numbers of their episodes.
+        models: by their keys.
         fixed: what a request may name only with these values; anything else that is not read must be false.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, ppo: PpoSection) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.models: dict[int, Model] = {}
-        self.loop, self.key = loop, secrets.token_urlsafe()
+        self.models: dict[str, Model] = {}
+        self.loop = loop
         self.fixed: Json = {"temperature": ppo.temperature, "top_p": ppo.top_p, "n": 1}
         self.fixed |= {"tool_choice": "auto", "parallel_tool_calls": True}
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
         Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
-
-    def address(self, number: int) -> tuple[str, str]:
-        """Return the base URL of an episode's model, and its key."""
-        return f"http://127.0.0.1:{self.server_port}/{number}/v1", self.key
 
     def close(self) -> None:
         self.shutdown()
@@ -90,47 +85,38 @@ class Endpoint(ThreadingHTTPServer):
 
     def answer(self, request: Handler) -> tuple[int, Json]:
         """Return the status and the JSON that answer a request."""
-        path, headers = request.path, request.headers
-        if headers["Authorization"] != f"Bearer {self.key}":
-            return _refused(401, "the key is another one; send model.api_key")
-        length = int(headers["Content-Length"] or 0)
+        key = str(request.headers["Authorization"]).removeprefix("Bearer ")
+        if (model := self.models.get(key)) is None:
+            return _refused(401, "the key is no running episode's; send model.api_key")
+        if request.path != PATH:
+            return _refused(404, f"{request.path} is not served; POST to {PATH}")
+        length = int(request.headers["Content-Length"] or 0)
         if not 0 <= length <= MOST_BYTES:
             return _refused(413, f"a request has at most {MOST_BYTES} bytes")
-        text = request.rfile.read(length)
-        number = path.removesuffix(PATH)[1:]
-        model = self.models.get(int(number)) if number.isdecimal() else None
-        if model is None or path != f"/{number}{PATH}":
-            return _refused(404, f"{path} is no running episode's; POST to model.base_url")
-        body = json.loads(text)
+        body = json.loads(request.rfile.read(length))
         for name in body.keys() - READ:
             wanted = self.fixed.get(name, False)
             if body[name] not in (None, wanted):
                 given = f"{name} is {body[name]!r:.50}"
                 return _refused(400, f"{given} but in this run it is {wanted!r}")
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
-        chat = model.chat(body["messages"], body.get("tools") or (), limit)
-        call = asyncio.run_coroutine_threadsafe(chat, self.loop)
-        while not wait([call], LOOK_SECONDS).done:
-            if _has_gone(request.connection):
-                call.cancel()  # so that no answer is trained that nobody has read
+
+        async def chat() -> Turn:
+            # a client that gives up closes its connection, and an answer that nobody reads is not trained
+            self.loop.add_reader(request.connection, asyncio.current_task().cancel)
+            try:
+                return await model.chat(body["messages"], body.get("tools") or (), limit)
+            finally:
+                self.loop.remove_reader(request.connection)
+
         try:
-            turn = call.result()
+            turn = asyncio.run_coroutine_threadsafe(chat(), self.loop).result()
         except EpisodeOverError as error:
             model.was_refused = True
             return _refused(400, str(error), "context_length_exceeded")
         except CancelledError:
             return _refused(410, "the episode has ended")
         return 200, _completion(turn, body.get("model"), bool(body.get("stream")))
-
-
-def _has_gone(client: socket.socket) -> bool:
-    """Return whether a client, which has sent its request, has closed the connection."""
-    try:
-        return not client.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
 
 
 def _completion(turn: Turn, model: object, stream: bool) -> Json:

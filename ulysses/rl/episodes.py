@@ -8,7 +8,8 @@ An episode that waits for a tool holds up none of the others. What goes wrong in
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Mapping
+import secrets
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from copy import deepcopy
 from functools import partial
@@ -25,108 +26,110 @@ from ulysses.rl.rewards import Row, failure, load_function
 from ulysses.rl.sampler import Completion, Request, Requests
 from ulysses.rl.samplers import AnySampler
 from ulysses.rl.trajectory import Trajectory
+from ulysses.stages.base import RunParts
 
 MOMENT = 0.01  # seconds that an idle sampler waits for one more request
 LOOK_SECONDS = 0.2  # between two looks whether an episode takes too long
-STOP_SECONDS = 0.5  # for the episodes that still run when one has failed
+STOP_SECONDS = 0.5  # for the episodes that still run when one has failed and the run ends
 
 
 class EpisodeLoop(Thread):
-    """One event loop for all rollouts of a run, because locks and clients in a user's module belong to one loop."""
+    """One event loop for all rollouts of a run, because locks and clients in a user's module belong to one loop.
 
-    def __init__(self) -> None:
+    Args:
+        longest: the most tokens of a trajectory.
+
+    Attributes:
+        endpoint: at which programs reach the models of running episodes.
+    """
+
+    def __init__(self, ppo: PpoSection, parts: RunParts, longest: int) -> None:
         super().__init__(daemon=True, name="episodes")
+        self.ppo, self.parts, self.longest = ppo, parts, longest
         self.loop = asyncio.new_event_loop()
+        self.endpoint = Endpoint(self.loop, ppo)
         self.start()
+
+    def draw(
+        self, rows: Mapping[int, tuple[int, Row]], sampler: AnySampler, rollout: int
+    ) -> list[Trajectory]:
+        """Run episodes, and return the trajectories of one after the other, with the scores that functions return.
+
+        Args:
+            rows: the number of the data row, and the row, by the numbers of the episodes in the rollout.
+
+        Raises UserCodeError if an episode fails, takes too long, or returns what is no score; it names the example.
+        """
+        episodes = Episodes(self, rows)
+        for number in rows:
+            asyncio.run_coroutine_threadsafe(episodes.run(number), self.loop)
+        sampler.serve(episodes, rollout)
+        return [one for number in rows for one in episodes.done[number]]
 
     def run(self) -> None:
         with closing(self.loop):
-            while True:
+            stopped = False
+            while not stopped:
                 # sys.exit in a task ends the loop's work; the error comes to whoever waits for the task, too
                 with suppress(SystemExit, KeyboardInterrupt):
-                    return self.loop.run_forever()
-
-    def cancel(self, tasks: Callable[[], Iterable[asyncio.Future[Any]]]) -> None:
-        """Cancel what `tasks` returns in the loop; code that does not give way is left behind."""
-
-        async def work() -> None:
-            chosen = {*tasks()} - {asyncio.current_task()}
-            for task in chosen:
+                    self.loop.run_forever()
+                    stopped = True
+            tasks = asyncio.all_tasks(self.loop)
+            for task in tasks:
                 task.cancel()
-            if chosen:
-                await asyncio.wait(chosen, timeout=STOP_SECONDS)
-
-        if self.is_alive():
-            with suppress(TimeoutError):
-                asyncio.run_coroutine_threadsafe(work(), self.loop).result(2 * STOP_SECONDS)
+            if tasks:
+                self.loop.run_until_complete(asyncio.wait(tasks, timeout=STOP_SECONDS))
 
     def close(self) -> None:
-        self.cancel(asyncio.all_tasks)
+        """Cancel all tasks, and end; code that does not give way is left behind."""
+        self.endpoint.close()
         if self.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)
-            self.join(STOP_SECONDS)
+            self.join(2 * STOP_SECONDS)
 
 
 class Episodes(Requests):
     """The episodes of a rollout, and what they ask the sampler for.
 
     Args:
-        make_model: returns a Model for what it asks, its URL and its key.
-        longest: the most tokens of a trajectory.
-        renew: is called again and again while the run makes progress.
         thread: runs the functions.
         rows: the number of the data row, and the row, by the numbers of the episodes in the rollout.
 
     Attributes:
         done: the trajectories of episodes that have ended.
         models: of those that have not.
-        tasks: of the episodes.
+        tasks: those that run, which nothing else might keep alive.
         since: when the function of an episode began, or went on after a call; not while it waits for the event loop.
         futures: of the completions that episodes wait for, by the numbers of the episode and the call.
         queue: requests for the sampler, errors, and None for every episode that has ended.
     """
 
-    def __init__(
-        self,
-        ppo: PpoSection,
-        make_model: Callable[..., Model],
-        longest: int,
-        renew: Callable[[], None],
-        thread: EpisodeLoop,
-        rows: Mapping[int, tuple[int, Row]],
-    ) -> None:
-        super().__init__({}, longest)
-        self.ppo, self.renew, self.rows, self.count = ppo, renew, rows, len(rows)
-        self.function = load_function(ppo.rollout, setting="ppo.rollout")
-        self.thread, self.loop = thread, thread.loop
-        self.endpoint = Endpoint(self.loop, ppo)
-        self.models = self.endpoint.models
+    def __init__(self, thread: EpisodeLoop, rows: Mapping[int, tuple[int, Row]]) -> None:
+        super().__init__({}, thread.longest)
+        self.thread, self.ppo, self.rows, self.count = thread, thread.ppo, rows, len(rows)
+        self.function = load_function(self.ppo.rollout, setting="ppo.rollout")
+        self.models: dict[int, Model] = {}
         for number in rows:
-            ask = partial(self._ask, number)
-            self.models[number] = make_model(ask, *self.endpoint.address(number))
+            key = secrets.token_urlsafe()
+            self.models[number] = thread.endpoint.models[key] = Model(
+                partial(self._ask, number),
+                thread.endpoint.url,
+                key,
+                thread.parts.tokenizer,
+                thread.parts.template,
+                thread.parts.weights.shape.vocab_size,
+                thread.longest,
+                self.ppo.max_new_tokens,
+            )
         self.done: dict[int, list[Trajectory]] = {}
-        self.tasks = set[asyncio.Future[Any]]()
+        self.tasks = set[asyncio.Task[Any] | None]()
         self.since: dict[int, float] = {}
         self.futures: dict[tuple[int, int], asyncio.Future[Completion]] = {}
         self.queue = SimpleQueue[Request | UserCodeError | None]()
 
-    def run(self, sampler: AnySampler, rollout: int) -> list[Trajectory]:
-        """Return the trajectories, those of each episode one after the other, with the scores that functions return.
-
-        Raises UserCodeError if an episode fails, takes too long, or returns what is no score; it names the example.
-        """
-        for number in self.rows:
-            asyncio.run_coroutine_threadsafe(self._episode(number), self.loop)
-        try:
-            sampler.serve(self, rollout)
-        finally:
-            self.endpoint.close()
-            self.thread.cancel(lambda: {*self.tasks, *self.futures.values()})
-        return [one for number in self.rows for one in self.done[number]]
-
     # ---------------------------------------------------------------- in the episodes' thread
 
-    async def _episode(self, number: int) -> None:
+    async def run(self, number: int) -> None:
         (index, row), model = self.rows[number], self.models[number]
         score, problem = None, ""
         self.tasks.add(asyncio.current_task())
@@ -146,7 +149,7 @@ class Episodes(Requests):
         if score is not None or not self.ppo.reward:
             for one in found:
                 one.scores = {self.ppo.rollout: math.fsum([score or 0])}
-        del self.models[number]
+        del self.models[number], self.thread.endpoint.models[model.api_key]
         self.done[number] = found
         self.queue.put(None)
 
@@ -163,7 +166,7 @@ class Episodes(Requests):
         return f"{given}, or set ppo.reward and return None"
 
     async def _ask(self, number: int, call: int, prompt: list[int], limit: int) -> Completion:
-        future = self.futures[number, call] = self.loop.create_future()
+        future = self.futures[number, call] = self.thread.loop.create_future()
         self.queue.put(Request(number, tuple(prompt), limit, call))
         try:
             return await future
@@ -203,7 +206,7 @@ class Episodes(Requests):
             except Empty:
                 if found or not wait:
                     break
-                self.renew()
+                self.thread.parts.renew()
                 continue
             if isinstance(new, UserCodeError):
                 raise new
@@ -220,7 +223,7 @@ class Episodes(Requests):
             if future and not future.done():  # the function may not wait any longer
                 future.set_result(completion)
 
-        self.loop.call_soon_threadsafe(deliver)
+        self.thread.loop.call_soon_threadsafe(deliver)
 
 
 def _comes_from_the_end(error: BaseException | None) -> bool:

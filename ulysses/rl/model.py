@@ -25,7 +25,7 @@ from ulysses.data.read.messages import Message, parse_messages, parse_tools
 from ulysses.data.read.tokenizer import MARKS, PreTrainedTokenizerFast, Rendered
 from ulysses.rl.sampler import Completion
 from ulysses.rl.tool_calls import split_calls
-from ulysses.rl.trajectory import Trajectory
+from ulysses.rl.trajectory import Trajectory, check_prompt
 
 # the characters that templates may not be given
 NO_MARKS = dict.fromkeys(map(ord, MARKS), "\ufffd")
@@ -114,10 +114,7 @@ class Model:
         return await self._turn([*map(int, tokens)], max_tokens, [])
 
     async def _turn(self, prompt: list[int], most: int | None, tools: list[Any]) -> Turn:
-        if not prompt or not all(0 <= token < self.vocabulary for token in prompt):
-            raise ValueError(
-                f"a prompt has tokens, and they are from 0 to {self.vocabulary - 1}"
-            )
+        check_prompt(prompt, self.vocabulary, "a prompt")
         room = self.longest - len(prompt)
         if room < 1:
             self.is_over = True

@@ -16,15 +16,21 @@ from typing import Self
 import numpy as np
 import torch
 
+from ulysses.config.stage_sections import NOT_OF_SAMPLING
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence
-from ulysses.parallel.mesh import gather
 from ulysses.parallel.random_keys import keyed_generator
-from ulysses.rl.sampler import Completion
-from ulysses.rl.samplers import AnySampler, build_sampler, check_budget, check_sampler
+from ulysses.rl.samplers import (
+    AnySampler,
+    answered,
+    build_sampler,
+    check_sampling,
+    sample_together,
+    unread_settings,
+)
 from ulysses.stages.base import Metrics, PlannedRollout, Requirements, RunParts, StepBatches
 from ulysses.stages.distill import DistillStage
-from ulysses.stages.passes import packed_batches, token_values
+from ulysses.stages.passes import packed_batches
 
 
 @dataclass(eq=False)
@@ -39,9 +45,13 @@ class OnPolicyStage(DistillStage):
     sampler: AnySampler | None = None
     sampling: Metrics = field(default_factory=dict)
 
+    @property
+    def unread(self) -> dict[str, tuple[str, ...]]:
+        others = "stage 'distill' reads only the settings of sampling of ppo; remove these"
+        return {**unread_settings(self.config.ppo), others: NOT_OF_SAMPLING}
+
     def check(self) -> Iterator[str]:
         yield from super().check()
-        yield from check_sampler(self.config.ppo)
         if self.config.ppo.takes_rows:
             yield 'ppo.sampler is "rows" but the student samples (distill.on_policy); name servers, or leave it out'
         if self.table.nll_weight:
@@ -49,7 +59,7 @@ class OnPolicyStage(DistillStage):
                 f"distill.nll_weight is {self.table.nll_weight:g} but answers that the student samples "
                 "(distill.on_policy) are no examples to follow; set one of them to 0"
             )
-        yield from check_budget(self.config, self.requirements.longest_example)
+        yield from check_sampling(self.config, self.requirements.longest_example)
 
     @property
     def requirements(self) -> Requirements:
@@ -91,21 +101,23 @@ class OnPolicyStage(DistillStage):
         self.sampling = {"on_policy/rows": len(prompts) / len(rows)}
         if prompts:
             self.sampler.synchronise(step)
-            mine = [*prompts][self.mesh.rank :: self.mesh.world_size]
-            sampled = self.sampler.sample({n: torch.tensor(prompts[n]) for n in mine}, step)
-            answers = [item for of_rank in gather(sampled) for item in of_rank.items()]
-            for n, answer in answers:
-                tokens = prompts[n] + answer.tokens
-                rows[n] = [Sequence(tokens, np.arange(len(tokens)) >= len(prompts[n]))]
-                lengths[n] = len(tokens)
+            answers = sample_together(
+                self.sampler,
+                self.model,
+                self.mesh,
+                prompts,
+                step,
+                source.tokens_per_microbatch,
+            )
+            for n, answer in answers.items():
+                rows[n] = [answered(prompts[n], answer)]
+                lengths[n] = len(rows[n][0].tokens)
             self.sampling |= {
-                "response_length/mean": mean(len(answer.tokens) for _, answer in answers),
-                "response_length/clip_ratio": mean(not answer.ended for _, answer in answers),
-                "sampler/nll": -mean(logp for _, answer in answers for logp in answer.logps),
+                "response_length/mean": mean(len(a.tokens) for a in answers.values()),
+                "response_length/clip_ratio": mean(not a.ended for a in answers.values()),
+                "sampler/nll": -mean(logp for a in answers.values() for logp in a.logps),
                 "time/sampling": time.perf_counter() - began,
             }
-            if self.sampler.wants_gap:
-                self.sampler.check_gap(self._gap(dict(answers), rows, source))
         packed = packed_batches(
             lengths,
             lambda numbers: [sequence for n in numbers for sequence in rows[n]],
@@ -114,28 +126,6 @@ class OnPolicyStage(DistillStage):
             source.tokens_per_microbatch,
         )
         return StepBatches([batch for _, batch in packed])
-
-    def _gap(
-        self, answers: dict[int, Completion], rows: list[list[Sequence]], source: StepLoader
-    ) -> float:
-        """Return the mean |trainer - sampler| per sampled token of the rows that have these answers."""
-        numbers, sizes = [*answers], [len(rows[n][0].tokens) for n in answers]
-        with self.model.inference():
-            logps = token_values(
-                lambda batch: self.model(batch, temperature=self.config.ppo.temperature).logps,
-                sizes,
-                lambda i: rows[numbers[i]],
-                self.mesh,
-                self.model.device,
-                source.tokens_per_microbatch,
-            )
-        pairs = zip(logps.split(sizes), answers.values(), strict=True)
-        # row i predicts token i + 1
-        gaps = [
-            row[-len(answer.logps) - 1 : -1] - torch.tensor(answer.logps)
-            for row, answer in pairs
-        ]
-        return torch.cat(gaps).abs().mean().item()
 
     def finalise_metrics(self, metrics: Metrics) -> Metrics:
         if "tokens" not in metrics:  # of held-out rows

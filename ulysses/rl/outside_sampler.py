@@ -45,6 +45,15 @@ RELOAD: Mapping[str, dict[str, Json]] = {
     },
     "sglang": {"/update_weights_from_disk": {"model_path": "FOLDER"}},
 }
+# What a server tells of itself that changes with its weights, or when it is started again: paths, and the keys in their
+# JSON.
+MARKS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "vllm": (
+        ("/weight_info", "weight_version"),
+        ("/server_info?config_format=json", "vllm_config", "instance_id"),
+    ),
+    "sglang": (("/model_info", "weight_version"), ("/model_info", "model_path")),
+}
 MORE_ROOM = (
     "start it with more (--max-model-len of vLLM, --context-length of SGLang), or lower data.max_length or "
     "ppo.max_new_tokens"
@@ -78,7 +87,7 @@ class OutsideSampler:
     Attributes:
         push: gives the servers the weights (WeightPush), unless they read them from the folder.
         lost: the servers that take no requests, until the next call of `synchronise`, with what is wrong.
-        synchronised: whether the servers have had weights of this run.
+        marks: what the servers told when they had got the weights; empty before the first ones.
         compared: whether `check_gap` has seen a rollout since the last server came.
         is_current: whether the servers got the trainer's weights in the last call of `synchronise`.
         closed: whether nobody wants the completions any more.
@@ -97,7 +106,7 @@ class OutsideSampler:
     say: Callable[[str], None] = lambda text: None
     push: Any = None
     lost: dict[str, LostError] = field(default_factory=dict)
-    synchronised: bool = False
+    marks: dict[str, list[Json]] = field(default_factory=dict)
     compared: bool = False
     is_current: bool = False
     closed: bool = False
@@ -112,7 +121,7 @@ class OutsideSampler:
                 self.main,
                 self.ppo.sampler_timeout,
                 self._tell,
-                self._ask,
+                self._call,
             )
 
     @property
@@ -126,26 +135,31 @@ class OutsideSampler:
         The first call also asks the servers what they are. Raises UserCodeError if one does not fit or does not take
         them, or if none is left.
         """
-        self.is_current = not (self.synchronised and rollout % self.ppo.sampler_sync_every)
+        self.is_current = not (self.marks and rollout % self.ppo.sampler_sync_every)
         # one that ends between two synchronisations has lost its weights, even if it is there again for the next one
         for address in self.ppo.sampler if self.is_current else self.serving:
-            if not self.synchronised:
+            if not self.marks:
                 self.float32 &= self._check_server(address)
-            elif self._look(address) and self.lost.pop(address, None):
+            elif not self.is_current:
+                self._look(address, self._check_mark)
+            elif self._look(address, self._check_health) and self.lost.pop(address, None):
                 self._check_server(address)
                 self.compared = False
                 self.say(f"{address} is there again")
-        self.synchronised = True
         if self.is_current and self.push:
             self.push(self.serving)
         elif self.is_current:
             self.export(self.folder)
             for address in self.serving if self.main else ():
                 self._reload(address)
+        if self.is_current and self.main:
+            self.marks = {address: self._mark(address) for address in self.serving}
         # no process asks a server before all servers have the new weights, nor one that any process has lost
-        for lost, compared in gather((self.lost, self.compared)):
+        of_ranks = gather((self.lost, self.compared, self.marks))
+        for lost, compared, _ in of_ranks:
             self.lost |= lost
             self.compared &= compared
+        self.marks = of_ranks[0][2]
         if not self.serving:
             raise next(iter(self.lost.values()))
 
@@ -155,10 +169,29 @@ class OutsideSampler:
             text = json.dumps(body).replace("FOLDER", str(self.folder.absolute()))
             self._tell(address, path, json.loads(text))
 
-    def _look(self, address: str) -> bool:
-        """Return whether a server takes requests. Raises LostError if none is left."""
+    def _mark(self, address: str) -> list[Json]:
+        """Return what a server tells now of that, None for what it does not."""
+        kind = address.partition("+")[0]
+        return [_at(self._call(address, path), *keys) for path, *keys in MARKS[kind]]
+
+    def _check_mark(self, address: str) -> None:
+        """Raise LostError if a server was started again, or given weights by others, since it got these."""
+        if address not in self.marks:
+            return
+        for old, new in zip(self.marks[address], self._mark(address), strict=True):
+            if None not in (old, new) and old != new:
+                raise LostError(
+                    f"{address} holds other weights than it was given ({new!r:.100} in place of {old!r:.100}): it was "
+                    "started again, or serves another run, too; continue with --run.resume auto"
+                )
+
+    def _check_health(self, address: str) -> None:
+        self._call(address, "/health", seconds=LOOK_SECONDS)
+
+    def _look(self, address: str, check: Callable[[str], None]) -> bool:
+        """Return whether a server passes a check. Raises LostError if none is left."""
         try:
-            self._call(address, "/health", get, LOOK_SECONDS)
+            check(address)
         except LostError as error:
             self._lose(address, error)
             return False
@@ -180,13 +213,13 @@ class OutsideSampler:
 
         Raises UserCodeError if it tells that it cannot do what it will be asked for.
         """
-        length = _at(self._ask(address, "/v1/models"), "data", 0, "max_model_len")
+        length = _at(self._call(address, "/v1/models"), "data", 0, "max_model_len")
         if isinstance(length, int) and length < self.longest:
             raise UserCodeError(
                 f"{address} has room for {length} tokens of a prompt with its answer, but "
                 f"ppo.max_episode_tokens, or data.max_length + ppo.max_new_tokens is {self.longest}; {MORE_ROOM}"
             )
-        info = self._ask(address, "/server_info?config_format=json")
+        info = self._call(address, "/server_info?config_format=json")
         model = _at(info, "vllm_config", "model_config")
         mode = _at(model, "logprobs_mode")
         if mode not in (None, "processed_logprobs") and self.options.temperature != 1:
@@ -268,14 +301,14 @@ class OutsideSampler:
             # a server that was told to end takes no requests, but may never answer those that it has
             if asked and time.monotonic() > look:
                 for address in self.serving:
-                    self._look(address)
+                    self._look(address, self._check_health)
                 look = time.monotonic() + LOOK_SECONDS
             for answer, (request, address) in [*asked.items()]:
                 if address in self.lost:
                     del asked[answer]
                     unasked.append(request)
-        for address in self.serving if self.push else ():
-            self.push.check(address)
+        for address in self.serving:
+            self._check_mark(address)
 
     def close(self) -> None:
         """Let a call of `sample` in another thread end soon, without asking for more."""
@@ -302,13 +335,13 @@ class OutsideSampler:
             # without ignore_eos other tokens end answers, too; SGLang's ignore_eos ignores stop_token_ids as well
             body = {**settings, "prompt": prompt, "max_tokens": limit, "seed": seed}
             body |= {"ignore_eos": True, "logprobs": 1, "return_token_ids": True}
-            choice = self._post(address, "/v1/completions", body)["choices"][0]
+            choice = self._call(address, "/v1/completions", body)["choices"][0]
             tokens, logps = choice["token_ids"], choice["logprobs"]["token_logprobs"]
             reason = choice["finish_reason"]
         else:
             settings |= {"max_new_tokens": limit, "sampling_seed": seed}
             body = {"input_ids": prompt, "sampling_params": settings, "return_logprob": True}
-            meta = self._post(address, "/generate", body)["meta_info"]
+            meta = self._call(address, "/generate", body)["meta_info"]
             rows = meta["output_token_logprobs"]
             tokens, logps = [row[1] for row in rows], [row[0] for row in rows]
             reason = meta["finish_reason"]["type"]
@@ -335,28 +368,32 @@ class OutsideSampler:
             return f"{len(tokens)} of {limit} tokens and no end, as if it had no room for more; {MORE_ROOM}"
         return ""
 
-    def _post(self, address: str, path: str, body: Json, attempts: int = 3) -> Json:
-        return self._call(address, path, post, body, self.ppo.sampler_timeout, attempts)
-
     def _tell(self, address: str, path: str, body: Json) -> None:
         # one attempt: a server that has failed to take weights may hold a part of them
-        answer = self._post(address, path, body, attempts=1)
+        answer = self._call(address, path, body, attempts=1)
         if isinstance(answer, dict) and answer.get("success", True) is not True:
             raise UserCodeError(
                 f"{address}{path} did not take the new weights: {str(answer)[:200]}"
             )
 
-    def _ask(self, address: str, path: str) -> Json:
-        return self._call(address, path, get, INFO_SECONDS)
-
-    def _call(self, address: str, path: str, call: Callable[..., Json], *more: object) -> Json:
-        """Return what `post` or `get` returns for a path of a server, with more arguments.
+    def _call(
+        self,
+        address: str,
+        path: str,
+        body: Json = None,
+        *,
+        seconds: float = INFO_SECONDS,
+        attempts: int = 3,
+    ) -> Json:
+        """Return a server's answer to a POST of the body or, without one, to a GET in so many seconds.
 
         Raises UserCodeError if it fails, LostError if the server takes no requests.
         """
         host = address.partition("+")[2].rstrip("/")
         try:
-            return call(host + path, *more)
+            if body is None:
+                return get(host + path, seconds)
+            return post(host + path, body, self.ppo.sampler_timeout, attempts)
         except (OSError, ValueError) as error:
             is_lost = isinstance(error, RefusedError) or not is_up(
                 f"{host}/health", INFO_SECONDS

@@ -11,7 +11,6 @@ answer. The means run over the answers' tokens of one optimizer step, with the w
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Self
@@ -30,7 +29,7 @@ from ulysses.rl.advantages import ADVANTAGES, OPPOSED
 from ulysses.rl.rewards import Rewards
 from ulysses.rl.rollout import SCORES, RolloutMaker, RolloutSteps, answer_metrics
 from ulysses.rl.rollout_dataset import Rollout
-from ulysses.rl.samplers import build_sampler, check_budget, check_sampler
+from ulysses.rl.samplers import build_sampler, check_sampling, unread_settings
 from ulysses.rl.trajectory import Trajectory, episodes_of
 from ulysses.stages.base import (
     AuxiliaryModel,
@@ -49,8 +48,6 @@ ROLLOUT_FILE = "rollout.safetensors"  # in a checkpoint
 LOGP_CHANGE = "policy/logp_change"  # the metric: mean |log-probability now - in the rollout| per trained token
 # evaluations draw with rollout numbers from here on, so that each has the same noise
 EVALUATION = 1 << 40
-# how the settings begin of what is done elsewhere if the trajectories are rows
-NOT_WITH_ROWS = "data.eval", "ppo.reward", "ppo.rollout", "ppo.sampler_"
 
 
 def policy_options(ppo: PpoSection) -> dict[str, object]:
@@ -96,16 +93,16 @@ class PpoStage(ReferencedStage):
 
     # ---------------------------------------------------------------- checks and requirements
 
+    @property
+    def unread(self) -> dict[str, tuple[str, ...]]:
+        return unread_settings(self.table)
+
     def check(self) -> Iterator[str]:
         ppo = self.table
         functions = [*filter(is_function, ppo.reward)]
-        if ppo.takes_rows:
-            given = self.config.model_dump(include={"ppo", "data"}, exclude_defaults=True)
-            names = [f"{table}.{key}" for table, keys in given.items() for key in keys]
-            unread = [name for name in names if name.startswith(NOT_WITH_ROWS)]
-            if more := ppo.sampler[1:] + sorted(unread):
-                yield f'ppo.sampler is "rows", which are drawn and scored elsewhere; remove {", ".join(more)}'
-        elif not (ppo.reward or ppo.rollout) or "" in ppo.reward:
+        if ppo.takes_rows and len(ppo.sampler) > 1:
+            yield f'ppo.sampler is {ppo.sampler}; name servers, or "rows" alone'
+        if not (ppo.takes_rows or ppo.reward or ppo.rollout) or "" in ppo.reward:
             yield "ppo.reward is missing; name a function as module:function, or a reward model's folder or hub id"
         if len(ppo.reward) - len(functions) > 1:
             yield (
@@ -125,10 +122,8 @@ class PpoStage(ReferencedStage):
                 f"ppo.minibatches is {ppo.minibatches} but a rollout has {prompts} prompts; lower it, or raise "
                 f"batch.examples"
             )
-        yield from check_budget(self.config, longest)
-        if room and not ppo.rollout:
-            yield f"ppo.max_episode_tokens is {room} but there is no ppo.rollout; set one, or remove it"
-        elif room and room <= self.config.data.max_length:
+        yield from check_sampling(self.config, longest)
+        if 0 < room <= self.config.data.max_length:
             yield (
                 f"ppo.max_episode_tokens is {room} but data.max_length (of a prompt) is {self.config.data.max_length}; "
                 "raise it, or remove it"
@@ -142,12 +137,11 @@ class PpoStage(ReferencedStage):
                 "ppo.importance_cap needs the servers' probabilities among all tokens, but with ppo.top_p or ppo.top_k "
                 "they are those among the tokens that are kept; leave ppo.importance_cap out, or top_p and top_k"
             )
-        if ppo.rollouts_ahead and not (ppo.sampler and ppo.importance_cap):
+        if ppo.rollouts_ahead and not ppo.importance_cap:
             yield (
-                "ppo.rollouts_ahead trains on answers of earlier weights that servers draw; name servers in "
-                "ppo.sampler and set ppo.importance_cap (commonly 2), or ppo.rollouts_ahead = 0"
+                "ppo.rollouts_ahead trains on answers of earlier weights; set ppo.importance_cap (commonly 2), or "
+                "ppo.rollouts_ahead = 0"
             )
-        yield from check_sampler(ppo)
         if ppo.kl_coefficient:
             yield from super().check()
 
@@ -226,20 +220,10 @@ class PpoStage(ReferencedStage):
         sampler = build_sampler(self.config, parts, longest=longest)
         episodes = None
         if ppo.rollout:
-            from ulysses.rl.episodes import EpisodeLoop, Episodes
-            from ulysses.rl.model import Model
+            from ulysses.rl.episodes import EpisodeLoop
 
-            model = partial(
-                Model,
-                tokenizer=parts.tokenizer,
-                template=parts.template,
-                vocabulary=parts.weights.shape.vocab_size,
-                longest=longest,
-                max_new_tokens=ppo.max_new_tokens,
-            )
-            thread = EpisodeLoop()
-            parts.resources.callback(thread.close)
-            episodes = partial(Episodes, ppo, model, longest, parts.renew, thread)
+            episodes = EpisodeLoop(ppo, parts, longest)
+            parts.resources.callback(episodes.close)
         stage = super().build(parts)
         maker = RolloutMaker(
             engine=parts.engine,
@@ -344,7 +328,10 @@ class PpoStage(ReferencedStage):
             answers: list[list[Trajectory]] = []
             for k in range(loader.steps_per_epoch):
                 prompts = loader.indices(0, k)
-                made = self.maker.answer(next(numbers), loader.dataset, prompts)
+                self.maker.phase("sampling")
+                number = next(numbers)
+                local = self.maker.draw(number, loader.dataset, prompts)
+                made = self.maker.scored(number, loader.dataset, local)
                 answers += episodes_of(made.trajectories)
             all_answers += answers
             if name:

@@ -48,12 +48,6 @@ from ulysses.zero.engine import ZeroEngine
 SCORES = "objective/scores"  # the metric that an evaluation is judged by
 
 
-def answer_table(trajectories: list[Trajectory]) -> Tensor:
-    """Return every answer's drawn tokens, score and whether a stop token ended it, [3, N] float64."""
-    rows = [(sum(one.sampled), one.score, one.ended) for one in trajectories]
-    return torch.tensor(rows, dtype=torch.float64).T
-
-
 def answer_metrics(episodes: list[list[Trajectory]]) -> dict[str, Tensor]:
     """Return the metrics of answers, with the mean score by each reward, in training and in evaluation.
 
@@ -88,7 +82,7 @@ class RolloutMaker:
     Args:
         engine: trains models.scored.PolicyValue, or CausalLM without a value.
         ppo: the [ppo] table.
-        episodes: returns the Episodes (episodes.py) of rows; None if prompts are answered.
+        episodes: runs episodes of rows (an EpisodeLoop); None if prompts are answered.
         sampler: decodes this rank's answers with the current weights, in this process or on servers.
         tokens_per_microbatch: the most tokens of a packed micro-batch.
         share_prompts: whether answers to one prompt that fit into a micro-batch share it.
@@ -113,7 +107,7 @@ class RolloutMaker:
     share_prompts: bool = False
     reference: Callable[..., Tensor] | None = None
     reward: Callable[..., list[dict[str, float]]] | None = None
-    episodes: Callable[..., Any] | None = None
+    episodes: Any = None
     scorer: ZeroEngine | None = None
     phase: Callable[..., None] = lambda *_, **__: None
     show: Callable[[Rollout], None] = lambda rollout: None
@@ -131,11 +125,15 @@ class RolloutMaker:
         indices: list[int],
         following: list[int] | None = None,
     ) -> Rollout:
-        """Answer the prompts `indices` and turn scores into advantages.
+        """Answer the prompts `indices`, or take their rows, and turn scores into advantages.
 
         Args:
             following: the prompts of the next rollout. Servers begin to answer them, with the weights of now.
         """
+        if self.ppo.takes_rows:
+            rows: Any = dataset  # rows.py
+            found = rows.trajectories(indices, self.sampler.options.stop_tokens)
+            return self.made_of(number, found)
         began, K = time.perf_counter(), self.ppo.answers_per_prompt
         self.phase("sampling")
         is_new = self.ahead is None
@@ -156,7 +154,6 @@ class RolloutMaker:
         rollout.metrics["time/sampling"] = sampled - began
         rollout.metrics["time/rollout"] = time.perf_counter() - began
         self.collected = came
-        self.show(rollout)
         if is_new:  # what was answered ahead has earlier weights
             self.sampler.check_gap(rollout.metrics["sampler/logp_gap"])
         return rollout
@@ -167,43 +164,34 @@ class RolloutMaker:
         gather(None)  # rank 0 may pause the servers of the others
         self.sampler.synchronise(rollout)
 
-    def answer(
-        self,
-        number: int,
-        dataset: TokenizedDataset,
-        indices: list[int],
-        answers_per_prompt: int = 1,
-    ) -> Rollout:
-        """Decode and score answers to every prompt; token t of answer n is drawn by the key (seed, number, n, t)."""
-        self.phase("sampling")
-        local = self.draw(number, dataset, indices, answers_per_prompt)
-        return self.scored(number, dataset, local)
-
     def draw(
-        self,
-        number: int,
-        dataset: TokenizedDataset,
-        indices: list[int],
-        answers_per_prompt: int,
+        self, number: int, dataset: TokenizedDataset, indices: list[int], each: int = 1
     ) -> list[Trajectory]:
-        """Return this rank's share of the answers; with servers it calls no collective, so that a thread may do it."""
-        K = answers_per_prompt
+        """Return this rank's share of `each` answers to a prompt; token t of answer n has the key (seed, number, n, t).
+
+        With servers it calls no collective, so that a thread may do it.
+        """
         local_groups = range(self.mesh.rank, len(indices), self.mesh.world_size)
-        if self.ppo.takes_rows:
-            groups: Any = dataset  # rows.py
-            given = groups.trajectories(indices, self.sampler.options.stop_tokens)
-            return [one for one in given if one.group in local_groups]
-        rows = {g * K + k: indices[g] for g in local_groups for k in range(K)}
+        rows = {g * each + k: indices[g] for g in local_groups for k in range(each)}
         if self.episodes is not None:
             given = {n: (row, dataset.row(row)) for n, row in rows.items()}
-            drawn = self.episodes(given).run(self.sampler, number)
-            return [replace(one, group=one.episode // K) for one in drawn]
+            drawn = self.episodes.draw(given, self.sampler, number)
+            return [replace(one, group=one.episode // each) for one in drawn]
         prompts = {row: dataset[row].sequences[0].tokens.tolist() for row in {*rows.values()}}
         to_answer = {n: torch.tensor(prompts[row]) for n, row in rows.items()}
         completions = self.sampler.sample(to_answer, number)
         return [
-            Trajectory.of(prompts[rows[n]], completion, group=n // K, episode=n, row=rows[n])
-            for n, completion in completions.items()
+            Trajectory(
+                prompts[rows[n]],
+                answer.tokens,
+                answer.logps,
+                [True] * len(answer.tokens),
+                answer.ended,
+                group=n // each,
+                episode=n,
+                row=rows[n],
+            )
+            for n, answer in completions.items()
         ]
 
     def scored(
@@ -236,8 +224,6 @@ class RolloutMaker:
         factors = {**self.ppo.reward, self.ppo.rollout: 1.0}
         for branches in episodes_of(trajectories):
             scores = branches[-1].scores
-            if not scores:  # what was drawn elsewhere has its score
-                continue
             score = sum(factors[name] * x for name, x in scores.items())
             if not abs(score) <= LARGEST:
                 raise FloatingPointError(
@@ -246,6 +232,14 @@ class RolloutMaker:
                 )
             for one in branches:
                 one.score, one.scores = score, scores
+        return rollout
+
+    def made_of(self, number: int, trajectories: list[Trajectory]) -> Rollout:
+        """Make a rollout of trajectories that were drawn and scored elsewhere, all of which every rank has."""
+        self.phase("rollout")
+        began, rollout = time.perf_counter(), self.laid_out(number, trajectories)
+        self.complete(rollout)
+        rollout.metrics["time/rollout"] = time.perf_counter() - began
         return rollout
 
     def laid_out(self, number: int, trajectories: list[Trajectory]) -> Rollout:
@@ -259,8 +253,9 @@ class RolloutMaker:
         )
 
     def complete(self, rollout: Rollout) -> None:
-        """Give a rollout whose trajectories are scored all that training needs."""
+        """Give a rollout whose trajectories are scored all that training needs, and show it."""
         self.finish(rollout, *self._values(rollout, self._policy_and_reference, 3).unbind(-1))
+        self.show(rollout)
 
     # ---------------------------------------------------------------- passes without gradient
 
@@ -302,7 +297,8 @@ class RolloutMaker:
         """
         ppo, at = self.ppo, rollout.predicted_at
         old, values, reference = (x[at].double() for x in (old, values, reference))
-        lengths, scores, ended = answer_table(rollout.trajectories)
+        rows = [(sum(one.sampled), one.score, one.ended) for one in rollout.trajectories]
+        lengths, scores, ended = torch.tensor(rows, dtype=torch.float64).T
         cu_seqlens = F.pad(lengths.long().cumsum(0), (1, 0))
         kept = (ended.bool() | (not ppo.mask_truncated)).repeat_interleave(lengths.long())
         kl = kl_estimate(old, reference, ppo.kl_estimator) * kept

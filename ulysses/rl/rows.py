@@ -1,5 +1,6 @@
 """Rollouts of trajectories that were drawn elsewhere, a group of rows for each prompt (ppo.sampler = "rows")."""
 
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -7,7 +8,8 @@ import numpy as np
 
 from ulysses.config.stage_sections import PpoSection
 from ulysses.data.serve.dataset import TokenizedDataset
-from ulysses.rl.trajectory import Trajectory, depth_first
+from ulysses.rl.rollout_dataset import Rollout
+from ulysses.rl.trajectory import Trajectory
 
 Columns = Mapping[str, Any]  # of a row, as data/read/trajectories.py names them
 
@@ -48,14 +50,10 @@ class TrajectoryGroups:
 
     def sizes(self, indices: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of the rows of these groups, and how many more each has in common with another, [N, 1]."""
-        whole, prefixes = list[int](), list[int]()
-        for i in indices:
-            for one, in_common in zip(*depth_first(self.trajectories([i], ()), False)):
-                whole.append(len(one.whole))
-                # the last token in common predicts the first that differs
-                prefixes.append(max(0, in_common - 1) * self.rows.share_prompts)
-        common = np.array(prefixes)[:, None]
-        return np.array(whole)[:, None] - common, common
+        room = sys.maxsize if self.rows.share_prompts else 0
+        found = self.trajectories(indices, ())
+        rollout = Rollout.of(0, found, tokens_per_microbatch=room, share_drawn=False)
+        return rollout.lengths[:, None], rollout.prefixes[:, None]
 
 
 def trajectories_of(

@@ -486,7 +486,7 @@ class Sampler:
                 heads = (a.unflatten(0, shape).transpose(1, 2) for a in projected)
                 mixed = attend(next(caches), layer.mixer, *heads)
                 mixed = mixed.transpose(1, 2).flatten(0, 1)
-            hidden = layer.feed_forward_tiles(layer.output(hidden, mixed))
+            hidden = layer.second_half.add_tiles(layer.output(hidden, mixed))
         return decoder.norm(hidden)
 
 

@@ -66,7 +66,9 @@ def is_up(url: str, timeout: float) -> bool:
 def _request(method: str, url: str, data: bytes, timeout: float, attempts: int) -> Json:
     for pause in (PAUSE, 2 * PAUSE, None)[-attempts:]:
         try:
-            return json.loads(_answer(method, url, data, timeout) or "null")
+            # httpx limits each read, and a thread all of them, headers included
+            body = in_thread(_read, method, url, data, timeout).result(timeout)
+            return json.loads(body or "null")
         except RecursionError:
             raise ValueError("it answered JSON that is nested too deeply") from None
         except (TimeoutError, httpx.TimeoutException):
@@ -79,11 +81,6 @@ def _request(method: str, url: str, data: bytes, timeout: float, attempts: int) 
         if pause is None or (method == "GET" and not isinstance(fault, RefusedError)):
             raise fault from None
         time.sleep(pause)
-
-
-def _answer(method: str, url: str, data: bytes, timeout: float) -> bytes:
-    """Return the body of a server's answer; httpx limits each read, and a thread all of them, headers included."""
-    return in_thread(_read, method, url, data, timeout).result(timeout)
 
 
 def in_thread(function: Callable[..., Value], *args: object) -> Future[Value]:

@@ -54,7 +54,7 @@ class States:
         """
         qkv, b, a = rows[0].unflatten(0, (len(slots), -1)), *rows[1:]
         n, L = qkv.shape[:2]
-        before, kernels = self.inputs.shape[2], mixer.kernels(qkv)
+        before, kernels = self.inputs.shape[2], mixer.attention.kernels(qkv)
         longer = torch.cat([self.inputs[layer, slots], qkv], 1)
 
         def pack(length: int) -> Recurrence:
@@ -85,4 +85,6 @@ class States:
         """Run a layer over the next token of the first n slots, in place: [n, H, V]."""
         inputs, memory = (part[layer, : len(qkv)] for part in self.parts)
         weights = mixer.conv1d.weight[:, 0], mixer.A_log, mixer.dt_bias
-        return mixer.kernels(qkv).mix_step(mixer.delta, inputs, memory, qkv, b, a, *weights)
+        return mixer.attention.kernels(qkv).mix_step(
+            mixer.delta, inputs, memory, qkv, b, a, *weights
+        )

@@ -14,8 +14,6 @@ from itertools import pairwise, starmap
 
 import numpy as np
 
-from ulysses.rl.sampler import Completion
-
 # a branching point costs every layer a kernel call, about as much as so many tokens that are computed again
 FEWEST_SHARED = 64
 
@@ -57,28 +55,11 @@ class Trajectory:
         """The places in the whole sequence at which the policy has drawn a token."""
         return np.flatnonzero(self.sampled) + len(self.prompt)
 
-    @classmethod
-    def of(
-        cls,
-        prompt: list[int],
-        completion: Completion,
-        *,
-        group: int,
-        episode: int,
-        row: int = 0,
-    ) -> "Trajectory":
-        """Return the trajectory of one turn."""
-        tokens = completion.tokens
-        return cls(
-            prompt,
-            tokens,
-            completion.logps,
-            [True] * len(tokens),
-            completion.ended,
-            group,
-            episode,
-            row,
-        )
+
+def check_prompt(prompt: list[int], vocabulary: int, name: str) -> None:
+    """Raise ValueError, which names the prompt, unless the policy knows its tokens."""
+    if not prompt or not all(0 <= token < vocabulary for token in prompt):
+        raise ValueError(f"{name} should have tokens, and they are from 0 to {vocabulary - 1}")
 
 
 def episodes_of(trajectories: list[Trajectory]) -> list[list[Trajectory]]:

@@ -88,15 +88,6 @@ class WeightPush:
         self.version = version
         every(self._finish)
 
-    def check(self, address: str) -> None:
-        """Raise UserCodeError if a server tells that it has other weights than it was given."""
-        told = self._told(address)
-        if told not in (None, self.version):
-            raise UserCodeError(
-                f"{address} holds the weights {told!r:.100} and not {self.version!r}, which it was given: it was "
-                "started again, or serves another run, too; continue with --run.resume auto"
-            )
-
     def _told(self, address: str) -> str | None:
         path = "/weight_info" if address.startswith("vllm") else "/model_info"
         told = self.get(address, path)
@@ -109,7 +100,11 @@ class WeightPush:
 
     def _finish(self, address: str) -> None:
         self.receivers[address].finish(self.version)
-        self.check(address)
+        if (told := self._told(address)) not in (None, self.version):
+            raise UserCodeError(
+                f"{address} holds the weights {told!r:.100} and not {self.version!r}, which it was given; look "
+                "at its log"
+            )
 
 
 def _parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[Part]:

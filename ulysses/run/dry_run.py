@@ -3,6 +3,8 @@
 A dry run needs no weights, no data and no GPU: it lists what is absent as findings, and plans with the rest.
 """
 
+from math import inf
+
 import torch
 
 from ulysses.check.input_files import RunInputs
@@ -19,7 +21,6 @@ from ulysses.plan.hardware import (
     GIB,
     Machine,
     cpu_flops,
-    cpu_machine,
     planned_machine,
     slow_products,
 )
@@ -173,7 +174,8 @@ def _plan_cpu(inputs: RunInputs, machine: Machine, train: TokenizedDataset | Non
     """Print how long a step takes on this machine's CPU, and how much memory."""
     config = inputs.config
     dtype = config.model.dtype
-    plan = choose(run_question(inputs.stage, inputs.shape, cpu_machine(machine.gpus), train))
+    cpus = machine._replace(gpu_bytes=inf)
+    plan = choose(run_question(inputs.stage, inputs.shape, cpus, train))
     flops = sum(step_flops(plan)) * plan.question.micro_batches
     seconds = flops * machine.gpus / cpu_flops(dtype)
     needed = predict(plan).gpu

@@ -5,21 +5,19 @@ All ranks call both functions together; what rank 0 gives them counts.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import chain
 
 import numpy as np
-import torch
 
 from ulysses.data import BadRowError
 from ulysses.data.read.sources import RawRow
 from ulysses.data.read.trajectories import read_trajectory
 from ulysses.data.serve.steps import check_fits
 from ulysses.parallel.mesh import gather
-from ulysses.rl.outside_sampler import OutsideSampler
 from ulysses.rl.ppo import PpoStage
 from ulysses.rl.rows import trajectories_of, unfit_advantages
 from ulysses.rl.sampler import Completion
-from ulysses.rl.trajectory import Trajectory
+from ulysses.rl.samplers import sample_together
+from ulysses.rl.trajectory import check_prompt
 from ulysses.run.trainer import Trainer
 from ulysses.stages.base import Metrics
 
@@ -33,10 +31,7 @@ def sample(trainer: Trainer, prompts: Sequence[Sequence[int]]) -> list[Completio
     vocabulary = trainer.engine.module.config.vocab_size
     prompts = [[*each] for each in gather(prompts)[0]]
     for n, prompt in enumerate(prompts):
-        if not prompt or not all(0 <= token < vocabulary for token in prompt):
-            raise ValueError(
-                f"prompt {n} should have tokens, and they are from 0 to {vocabulary - 1}"
-            )
+        check_prompt(prompt, vocabulary, f"prompt {n}")
     if not prompts:
         return []
     finish_rollout(trainer)
@@ -46,20 +41,17 @@ def sample(trainer: Trainer, prompts: Sequence[Sequence[int]]) -> list[Completio
         calls = 0
     maker.asked = step, calls + 1
     maker.phase("sampling")
-    mine = range(mesh.rank, len(prompts), mesh.world_size)
-    to_answer = {n: torch.tensor(prompts[n]) for n in mine}
     # each call draws with random numbers of its own
-    drawn = gather(maker.sampler.sample(to_answer, (step << 20) + calls))
-    found = sorted(chain(*(each.items() for each in drawn)))
-    if after < 0 and isinstance(maker.sampler, OutsideSampler):  # do they have these weights?
-        made = [Trajectory.of(prompts[n], each, group=0, episode=n) for n, each in found]
-        made = [one for one in made if len(one.whole) <= maker.tokens_per_microbatch]
-        if made:
-            rollout = maker.laid_out(0, made)
-            maker.complete(rollout)
-            maker.sampler.check_gap(rollout.metrics["sampler/logp_gap"])
+    found = sample_together(
+        maker.sampler,
+        maker.engine,
+        mesh,
+        dict(enumerate(prompts)),
+        (step << 20) + calls,
+        maker.tokens_per_microbatch,
+    )
     trainer.watch.pause()
-    return [completion for _, completion in found]
+    return [*found.values()]
 
 
 def learn(trainer: Trainer, rows: Sequence[Mapping[str, object]]) -> Metrics:
@@ -84,7 +76,7 @@ def learn(trainer: Trainer, rows: Sequence[Mapping[str, object]]) -> Metrics:
     if fault := unfit_advantages(np.array(given), stage.table):
         raise ValueError(fault)
     left = trainer.total_steps - trainer.step - -trainer.step % per_rollout
-    if len(groups) < stage.table.minibatches or left < per_rollout:
+    if len(groups) < stage.table.minibatches or left < per_rollout or trainer.finished:
         raise ValueError(
             f"there are {len(groups)} groups for {stage.table.minibatches} minibatches, and run.steps leaves "
             f"{max(0, left)} steps for the {per_rollout} of a rollout"
@@ -92,20 +84,31 @@ def learn(trainer: Trainer, rows: Sequence[Mapping[str, object]]) -> Metrics:
     found = trajectories_of(groups.values(), maker.sampler.options.stop_tokens)
     check_fits(max(len(one.whole) for one in found), maker.tokens_per_microbatch)
     finish_rollout(trainer)
-    maker.phase("rollout")
-    maker.rollout = maker.laid_out(trainer.step // per_rollout, found)
-    maker.complete(maker.rollout)
-    for _ in range(per_rollout):
-        metrics = trainer.train_step()
+    maker.rollout = maker.made_of(trainer.step // per_rollout, found)
+    metrics = take_steps(trainer, per_rollout)
     trainer.watch.pause()
     return metrics
 
 
 def finish_rollout(trainer: Trainer) -> None:
     """Take the steps of a rollout that a checkpoint has left."""
-    per_rollout = ppo_stage(trainer).table.steps_per_rollout
-    while trainer.step % per_rollout and trainer.step < trainer.total_steps:
-        trainer.train_step()
+    rest = -trainer.step % ppo_stage(trainer).table.steps_per_rollout
+    take_steps(trainer, min(rest, trainer.total_steps - trainer.step))
+
+
+def take_steps(trainer: Trainer, count: int) -> Metrics:
+    """Take steps, evaluate, log and save as configured, and return the metrics of the last one.
+
+    Raises InterruptedError, with a checkpoint saved, if the run was asked to stop, as when its log cannot be written.
+    """
+    metrics = trainer.metrics
+    for _ in range(count):
+        metrics = trainer.advance()
+        if trainer.stop_requested:
+            raise InterruptedError(
+                f"the run was asked to stop, and has saved step {trainer.step}"
+            )
+    return metrics
 
 
 def ppo_stage(trainer: Trainer) -> PpoStage:

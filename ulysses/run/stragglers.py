@@ -4,7 +4,7 @@ from collections import Counter, deque
 from time import time_ns
 
 from ulysses.environment import NODE
-from ulysses.parallel.mesh import HOST_WAITS, ParallelMesh, gather
+from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.stages.base import Metrics, MetricSums
 from ulysses.zero.construct import flight_record
 
@@ -24,12 +24,11 @@ class Stragglers:
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self.mesh, self.named = mesh, set[int]()
-        # when `_share` was last called, and how long the host had waited by then
-        self._last = 0, 0.0
+        self._last = 0  # when `_share` was last called
 
     def add(self, step: int, metrics: MetricSums) -> None:
         """Add this rank's wait to the sums that are reduced anyway; `note` takes it out again."""
-        if step % STEPS and self._last[0]:
+        if step % STEPS and self._last:
             return
         share = self._share()  # begins after the first step, which takes longer than others
         if step % STEPS == 0:
@@ -37,13 +36,11 @@ class Stragglers:
                 metrics.add(f"waits/{rank}", share * (rank == self.mesh.rank))
 
     def _share(self) -> float:
-        """Return for what share of the time since the last call this rank's GPU or, without one, its host waited."""
-        since, before = self._last
-        self._last = now, waited = time_ns(), HOST_WAITS.seconds
-        entries, sums = flight_record(active=False), Counter[int]()
-        if not entries:
-            return 1e9 * (waited - before) / (now - since)
-        since = max(since, entries[0]["time_created_ns"])
+        """Return for what share of the time since the last call this rank's GPU waited; 0 without one."""
+        now, entries, sums = time_ns(), flight_record(active=False), Counter[int]()
+        # the recorder may hold the last part of this time alone
+        since = max(self._last, *(entry["time_created_ns"] for entry in entries[:1]), 0)
+        self._last = now
         for entry in entries:
             if entry["time_created_ns"] >= since:
                 sums[entry["pg_id"]] += entry.get("duration_ms", 0.0)

@@ -15,14 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from ulysses.check.run_folder import read_run_state
 from ulysses.data.serve.steps import StepLoader
 from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.gradients.gradients import Gradients
 from ulysses.gradients.policy import StepContext
-from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.random_keys import seed_of
 from ulysses.plan.hardware import device_peaks
 from ulysses.run.checkpoint import check_share, save_checkpoint
@@ -48,6 +46,8 @@ class Trainer:
         description: further keys of every checkpoint's run.json: the configuration, the model's shape and the inputs.
         say: prints a line.
         watch: takes note of every phase, and knows whether this process was asked to stop.
+        log: rank 0's log of the metrics; None on the other ranks.
+        samples: is called with the step number before every evaluation.
 
     Attributes:
         step: how many steps are done.
@@ -66,6 +66,8 @@ class Trainer:
     description: dict[str, object] = field(default_factory=dict)
     say: Callable[[str], None] = print
     watch: Watch = field(default_factory=Watch)
+    log: MetricsLog | None = None
+    samples: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
         self.mesh, self.engine = self.stage.mesh, self.stage.model
@@ -74,7 +76,7 @@ class Trainer:
         self.best: list[float] | None = None
         self.metrics: Metrics = {}
         self.stop_requested = self.save_due = False
-        self._saved_at = time.monotonic()
+        self._saved_at, self._saved_step = time.monotonic(), -1
         # the batches of the coming step, if they have been read ahead
         self._read_ahead: StepBatches | None = None
         config = self.stage.config
@@ -90,54 +92,11 @@ class Trainer:
 
     # ---------------------------------------------------------------- the loop
 
-    def train(
-        self, log: MetricsLog | None = None, samples: Callable[[int], None] | None = None
-    ) -> None:
-        """Train to the last step or to a requested stop, and evaluate, save and log as configured.
-
-        An error gets a note with the step at which it happened.
-
-        Args:
-            log: rank 0's log of the metrics; None on the other ranks.
-            samples: is called with the step number before every evaluation.
-        """
-        run, first = self.run, self.step + 1
-        current = first
-        try:
-            while not self.finished and not self.stop_requested:
-                current = self.step + 1
-                values = self.train_step()
-                if current == first:
-                    self.say(self.watch.start_line())
-                    if measured := values.get("peak_memory_gib"):
-                        self.say(
-                            f"memory: predicted {self.predicted_gib:.1f} GiB, measured {measured:.1f} GiB"
-                        )
-                # by the time of the second step, because the first one takes longer
-                if current == 2 and (note := grace_note(values["seconds"])):
-                    self.say(note)
-                if self.eval_loader and (self.finished or self._is_due(run.eval_every)):
-                    if samples:
-                        self.watch.phase("samples")
-                        samples(self.step)
-                    values |= self.evaluate()
-                loss, best = values.get("eval/loss", math.nan), self.best
-                # a loss that is not finite is no improvement
-                improved = -math.inf < loss < (best[1] if best else math.inf)
-                if improved:
-                    self.best = [self.step, loss]
-                if log is not None:
-                    log.report(self.step, values, self.finished or self._is_due(run.log_every))
-                    # all ranks stop after the coming step, with a checkpoint
-                    if log.failure is not None:
-                        self.watch.ask_to_stop()
-                is_due = self.save_due or self.stop_requested or self._is_due(run.save_every)
-                is_best = improved and (run.save_every or run.patience)
-                if is_due or is_best or (self.finished and run.save_last):
-                    self.save()
-        except BaseException as error:
-            error.add_note(f"step {current}")
-            raise
+    def train(self) -> None:
+        """Train to the last step or to a requested stop, as `advance` does."""
+        run, log = self.run, self.log
+        while not self.finished and not self.stop_requested:
+            self.advance()
         # only run.patience ends a run before its last step
         if self.best and self.finished and self.step < self.total_steps:
             self.say(
@@ -150,8 +109,50 @@ class Trainer:
                 f"stopped at step {self.step} {why}; checkpoint step-{self.step} continues with --run.resume auto"
             )
 
-    def _is_due(self, every: int) -> bool:
-        return every > 0 and self.step % every == 0
+    def advance(self) -> Metrics:
+        """Take one step, evaluate, save and log as configured, and return the metrics.
+
+        An error gets a note with the step at which it happened.
+        """
+        run, log, current, is_first = self.run, self.log, self.step + 1, not self.metrics
+        try:
+            values = self.train_step()
+            if is_first:
+                self.say(self.watch.start_line())
+                if measured := values.get("peak_memory_gib"):
+                    self.say(
+                        f"memory: predicted {self.predicted_gib:.1f} GiB, measured {measured:.1f} GiB"
+                    )
+            # by the time of the second step, because the first one takes longer
+            if current == 2 and (note := grace_note(values["seconds"])):
+                self.say(note)
+            evaluates, logs, saves = (
+                every > 0 and current % every == 0
+                for every in (run.eval_every, run.log_every, run.save_every)
+            )
+            if self.eval_loader and (self.finished or evaluates):
+                if self.samples:
+                    self.watch.phase("samples")
+                    self.samples(self.step)
+                values |= self.evaluate()
+            loss, best = values.get("eval/loss", math.nan), self.best
+            # a loss that is not finite is no improvement
+            improved = -math.inf < loss < (best[1] if best else math.inf)
+            if improved:
+                self.best = [self.step, loss]
+            if log is not None:
+                log.report(self.step, values, self.finished or logs)
+                # all ranks stop after the coming step, with a checkpoint
+                if log.failure is not None:
+                    self.watch.ask_to_stop()
+            is_due = self.save_due or self.stop_requested or saves
+            is_best = improved and (run.save_every or run.patience)
+            if is_due or is_best or (self.finished and run.save_last):
+                self.save()
+        except BaseException as error:
+            error.add_note(f"step {current}")
+            raise
+        return values
 
     @property
     def finished(self) -> bool:
@@ -173,7 +174,14 @@ class Trainer:
         self.watch.phase("data", step + 1)
         batches = self._read_ahead or self.stage.read(self.loader, step)
         inputs_of_loss = self.stage.before_step(batches)
-        normalisers = self._normalisers(batches.trained)
+        sums = MetricSums(self.engine.device)
+        for batch in batches.trained:
+            for name, value in self.stage.normalisers(batch).items():
+                sums.add(name, value)
+        totals = sums.totals()  # over all micro-batches and ranks. One collective
+        # in a step with nothing to train on, loss and gradient become zero instead of 0 / 0
+        totals = totals.masked_fill(totals == 0, 1).float()
+        normalisers = dict(zip(sums.sums, totals, strict=True))
         metrics = MetricSums(self.engine.device)
         if self.routers:
             self.routers.begin(batches.trained)
@@ -217,16 +225,6 @@ class Trainer:
                 self.say(note)
         self.metrics = values
         return values
-
-    def _normalisers(self, batches: list[ShardedBatch]) -> dict[str, Tensor]:
-        """Sum the stage's normalisers over all micro-batches and ranks, before the first backward. One collective."""
-        sums = MetricSums(self.engine.device)
-        for batch in batches:
-            for name, value in self.stage.normalisers(batch).items():
-                sums.add(name, value)
-        totals = sums.totals()
-        # in a step with nothing to train on, loss and gradient become zero instead of 0 / 0
-        return dict(zip(sums.sums, totals.masked_fill(totals == 0, 1).float(), strict=True))
 
     def _reduce(self, metrics: MetricSums) -> Metrics:
         """Return the step's metrics over all ranks. One collective, and the host waits for it.
@@ -295,12 +293,14 @@ class Trainer:
     # ---------------------------------------------------------------- state
 
     def save(self) -> None:
-        """Write a checkpoint of this step into the run folder."""
+        """Write a checkpoint of this step into the run folder, unless that has been done."""
+        if self._saved_step == self.step:
+            return
         self.watch.phase("save")
         policies, folder = self.policies.state_dict(), Path(self.run.output) / "checkpoints"
         state = {"step": self.step, "best": self.best, "policies": policies, **self.description}
         save_checkpoint(folder, self.engine, state, self.stage.save, keep=self.run.keep)
-        self._saved_at = time.monotonic()
+        self._saved_at, self._saved_step = time.monotonic(), self.step
 
     def resume(self, checkpoint: Path) -> None:
         """Restore weights, optimizer, gradient policies, stage and position from a checkpoint."""

@@ -31,7 +31,6 @@ from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.hardware import GIB, slow_products, this_machine
 from ulysses.plan.layer_cost import model_flops
 from ulysses.plan.planner import (
-    check_host,
     choose_memory,
     memory_line,
     micro_batch_line,
@@ -59,8 +58,8 @@ IMPORT_SECONDS = 60.0  # how much later than another process one may start
 class TrainingRun:
     """Train by a configuration; use it as a context manager so that everything is released even after an error.
 
-    Entering raises ConfigError, before the model is built, for anything that cannot be honoured; `train` raises it for
-    a tracker that does not start.
+    Entering raises ConfigError, before the model is built, for anything that cannot be honoured; `train`, `sample` and
+    `learn` raise it for a tracker that does not start.
 
     Args:
         config: a checked configuration, or a dict of nested tables as in the TOML file.
@@ -69,7 +68,8 @@ class TrainingRun:
 
     Attributes:
         trainer: the loop, from entering on.
-        log: the metrics' log, on rank 0 while it trains.
+        log: the metrics' log, on rank 0 from the first step on.
+        is_logged: whether `log` is open, and `run.samples` are answered.
         resources: what must be released at the end, whatever happens.
     """
 
@@ -86,6 +86,7 @@ class TrainingRun:
         self.resources = ExitStack()
         self.trainer: Trainer | None = None
         self.log: MetricsLog | None = None
+        self.is_logged = False
 
     def __enter__(self) -> "TrainingRun":
         self.watch.phase("checks")
@@ -153,7 +154,6 @@ class TrainingRun:
         with error_context():
             check_kernel(config, inputs.stage, shape, inputs.attention, self.device, self.mesh)
             self.plan = plan = choose_memory(question)
-            check_host(config, plan)
         self.say(f"attention kernel: {inputs.kernel.name} ({inputs.kernel.reason})")
         if self.device.type == "cpu" and (slow := slow_products(config.model.dtype)):
             self.say(slow)
@@ -183,7 +183,7 @@ class TrainingRun:
             kernel=inputs.kernel.name,
             tokenizer=inputs.tokenizer,
             template=inputs.template,
-            tokens_per_microbatch=plan.tokens_per_microbatch,
+            tokens_per_microbatch=plan.question.tokens_per_microbatch,
             share_prompts=config.batch.share_prompts and not plan.graphs,
             resources=self.resources,
             phase=self.watch.phase,
@@ -203,7 +203,7 @@ class TrainingRun:
         serve = partial(
             step_loader,
             inputs,
-            tokens_per_microbatch=plan.tokens_per_microbatch,
+            tokens_per_microbatch=plan.question.tokens_per_microbatch,
             groups=self.mesh.data_parallel_size,
             group=self.mesh.dp_rank,
         )
@@ -273,22 +273,8 @@ class TrainingRun:
     def train(self) -> None:
         """Train to the end (or to a requested stop), evaluating, saving and exporting as configured."""
         trainer, run, folder = self.trainer, self.config.run, self.config.output
-        if self.mesh.is_main:
-            settings = {"run_id": self.run_id, **trainer.description["config"]}
-            # run.wandb names a project, and asks for the tracker too
-            project = run.wandb or run.project
-            trackers = [*run.trackers, "wandb"] if run.wandb else run.trackers
-            tracked = TrackedRun(folder, project, self.run_id, trainer.step, settings)
-            self.log = MetricsLog(tracked, trackers, trainer.total_steps)
-            self.resources.callback(self.log.close)
-        self.resources.enter_context(self.watch.signals())
-        samples = None
-        if run.samples:
-            from ulysses.run.samples import Samples
-
-            samples = Samples(trainer, self.inputs, self.eval_data, self.log)
-            samples.begin(self.frozen)
-        trainer.train(self.log, samples and samples.ask)
+        self._open_log(signals=True)
+        trainer.train()
         if run.export and not trainer.stop_requested:
             out = folder / "export"
             if out.exists():  # the run that is continued had ended, and exported
@@ -300,16 +286,45 @@ class TrainingRun:
         if self.mesh.world_size == 1:
             self.watch.pause()  # no other process waits while the program goes on to something else
 
+    def _open_log(self, signals: bool = False) -> None:
+        """Begin to log, and to answer `run.samples`, if this has not been done yet.
+
+        Args:
+            signals: may ask the run to stop; a program that has its own loop has its own handlers, too.
+        """
+        if self.is_logged:
+            return
+        self.is_logged = True
+        trainer, run, folder = self.trainer, self.config.run, self.config.output
+        if self.mesh.is_main:
+            settings = {"run_id": self.run_id, **trainer.description["config"]}
+            # run.wandb names a project, and asks for the tracker too
+            project = run.wandb or run.project
+            trackers = [*run.trackers, "wandb"] if run.wandb else run.trackers
+            tracked = TrackedRun(folder, project, self.run_id, trainer.step, settings)
+            self.log = trainer.log = MetricsLog(tracked, trackers, trainer.total_steps)
+            self.resources.callback(self.log.close)
+        if signals:  # after the trackers, which may catch them too
+            self.resources.enter_context(self.watch.signals())
+        if run.samples:
+            from ulysses.run.samples import Samples
+
+            samples = Samples(trainer, self.inputs, self.eval_data, self.log)
+            samples.begin(self.frozen)
+            trainer.samples = samples.ask
+
     def sample(self, prompts: list[list[int]]) -> list:
         """Return the policy's answers to prompts of token ids; stage ppo, all ranks call it together."""
         from ulysses.run.own_loop import sample
 
+        self._open_log()
         return sample(self.trainer, prompts)
 
     def learn(self, rows: list[dict[str, object]]) -> Metrics:
         """Train on a rollout of trajectories (docs/ppo.md), and return the metrics of its last step; as `sample`."""
         from ulysses.run.own_loop import learn
 
+        self._open_log()
         return learn(self.trainer, rows)
 
     def export(self, folder: Path, *, for_servers: bool = False) -> None:

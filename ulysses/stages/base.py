@@ -3,13 +3,13 @@
 A stage's file holds its checks, its requirements, its losses and its construction. Its table of settings is in
 ulysses/config/stage_sections.py. Other files get the stage from ulysses/options.py, and never ask for its name.
 
-before the run     check, check_tokenizer, check_data, check_resumed, requirements, exported_config
+before the run     check, unread, check_tokenizer, check_data, check_resumed, requirements, exported_config
 construction       build, extend_data, show_rollouts, total_steps
 every step         read, before_step, normalisers, losses, finalise_metrics, after_step; at the first check_first_step
 now and then       evaluate; save and load, of a stage with a state of its own
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -29,7 +29,7 @@ from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
 from ulysses.data.serve.dataset import Example, TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
-from ulysses.parallel.mesh import HOST_WAITS, ParallelMesh
+from ulysses.parallel.mesh import ParallelMesh
 from ulysses.zero.engine import TrainedEngine, ZeroEngine
 
 # what a loss term is a mean over
@@ -100,8 +100,7 @@ class MetricSums:
         """Return the global sums, and then the counts, float64 on the device. One collective."""
         flat = torch.stack([*self.sums.values(), *self.counts.values()])
         if dist.is_initialized():
-            with HOST_WAITS:
-                dist.all_reduce(flat)
+            dist.all_reduce(flat)
         return flat
 
     def reduce(self) -> Metrics:
@@ -231,6 +230,8 @@ class Stage:
     trained_type: ClassVar[str] = ""  # of the training data alone, if it differs
     # makes of training data the groups that steps take, if these are not its examples
     grouped: ClassVar[Callable[[TokenizedDataset], TokenizedDataset] | None] = None
+    # settings that the stage does not read in its mode, by the beginnings of their names, under the reason
+    unread: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     reward: ClassVar[bool] = False  # whether a RewardModel is trained
     sequences_per_example: ClassVar[int] = 1  # all of them lie in the same micro-batch
 
@@ -303,7 +304,7 @@ class Stage:
         for examples in source.step(*divmod(step, source.steps_per_epoch)):
             # the sequences of an example lie one after the other
             packed = [sequence for example in examples for sequence in self.sequences(example)]
-            trained.append(pack_shard(packed, self.mesh, self.model.device, may_be_empty=True))
+            trained.append(pack_shard(packed, self.mesh, self.model.device))
         return StepBatches(trained)
 
     def sequences(self, example: Example) -> list[Sequence]:

@@ -35,7 +35,7 @@ def packed_batches(
     groups = pack_step(lengths, costs, budget, mesh.data_parallel_size)
     for numbers in groups[mesh.dp_rank]:
         packed = sequences(numbers) if numbers else [s.emptied for s in sequences([0])]
-        yield numbers, pack_shard(packed, mesh, device, may_be_empty=True)
+        yield numbers, pack_shard(packed, mesh, device)
 
 
 def token_values(

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ulysses import environment
-from ulysses.parallel.mesh import HOST_WAITS, gather
+from ulysses.parallel.mesh import gather
 from ulysses.zero import gpu_kernels
 from ulysses.zero.reduce import GradientReduction
 from ulysses.zero.update import ParameterSlice
@@ -69,7 +69,7 @@ class AveragedReduction(GradientReduction):
 
     def _receive(self, grads: list[tuple[ParameterSlice, Tensor]], last: bool) -> None:
         """Reduce large gradients at once, small ones when there are enough."""
-        with self._on_stream(grads), HOST_WAITS:
+        with self._on_stream(grads):
             for s, grad in grads:
                 if len(grad) < self._bucket:
                     self._collected.append((s, grad))

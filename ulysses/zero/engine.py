@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ulysses.gradients.gradients import Gradients
-from ulysses.parallel.mesh import HOST_WAITS
 from ulysses.zero.across_ranks import AveragedReduction
 from ulysses.zero.construct import streaming_memory
 from ulysses.zero.partition import MakeOptimizer, parameter_slices, shard_of, sub_groups
@@ -135,8 +134,7 @@ class TrainedEngine(ZeroEngine):
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
         total = tensor.to(self.device)
-        with HOST_WAITS:
-            dist.all_reduce(total)
+        dist.all_reduce(total)
         return total.to(tensor.device)
 
     @torch.no_grad()

@@ -100,7 +100,12 @@ class GradientReduction:
         self._backend.current_stream().wait_stream(self._stream)
         if self._on_host:
             self._events[-1].synchronize()
-        return [s.gradient(self._values[s.name]) for s in self._slices]
+        return [
+            GradientSlice(
+                s.name, s.shape, self._values[s.name], s.start, s.sub_group.group.scope
+            )
+            for s in self._slices
+        ]
 
     def forget(self) -> None:
         """Begin a new step: drop the gradients that were kept; the next gradients overwrite the sums."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ulysses.environment import NODE
-from ulysses.parallel.mesh import HOST_WAITS, gather
+from ulysses.parallel.mesh import gather
 from ulysses.zero.partition import Shard, shard_of
 
 ALIGNMENT = 64  # parameters start at multiples of so many elements: kernels read them faster
@@ -101,28 +101,17 @@ class ResidentWeights:
 
     def written(self, parameters: Iterable[nn.Parameter]) -> None:
         """Begin to bring every rank's new slices of these to all ranks; `wait` for them before reading any."""
-        parameters = list(parameters)
         if self.world == 1:
             return
-        if self.device.type == "cpu":
-            for dtype in dict.fromkeys(p.dtype for p in parameters):
-                self._gather_on_host([p for p in parameters if p.dtype == dtype])
-            return
-        with dist._coalescing_manager(async_ops=True) as coming:
+        parameters = list(parameters)
+        gathers: Any = nullcontext()  # gloo takes one gather after the other
+        if self.device.type != "cpu":
+            gathers = dist._coalescing_manager(async_ops=True)
+        with gathers as coming:
             for parameter in parameters:
                 shard: Any = shard_of(parameter)
                 dist.all_gather_into_tensor(shard.whole, shard.local)
         self._coming |= dict.fromkeys(parameters, coming)
-
-    def _gather_on_host(self, parameters: list[nn.Parameter]) -> None:
-        """Gather the slices as one tensor: several gathers at once gloo would write to the first one's memory."""
-        slices, _, wholes = zip(*map(shard_of, parameters))
-        send = torch.cat(slices)
-        received = send.new_empty(self.world, len(send))
-        with HOST_WAITS:
-            dist.all_gather_into_tensor(received.view(-1), send)
-        for whole, part in zip(wholes, received.split([len(x) for x in slices], 1)):
-            whole.view(self.world, -1).copy_(part)
 
     def wait(self, parameters: Iterable[nn.Parameter]) -> None:
         """Wait for those of these parameters that are still on their way."""

@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ulysses.gradients.gradients import GradientSlice
-
 
 @dataclass(frozen=True)
 class ParameterGroup:
@@ -139,12 +137,6 @@ class ParameterSlice:
     def sum(self) -> Tensor:
         """The memory in which the slice's gradients are added, float32 [length]."""
         return self.sub_group.gradient_sums().narrow(0, self.offset, self.length)
-
-    def gradient(self, value: Tensor) -> GradientSlice:
-        """Describe a value [length] as this slice of the step's gradient."""
-        return GradientSlice(
-            self.name, self.shape, value, self.start, self.sub_group.group.scope
-        )
 
     def state(self, kind: str) -> Tensor:
         """Return the float32 "master" weights, or one of AdamW's moments."""

@@ -1,7 +1,7 @@
 """The varlen attention kernels, and the choice among them.
 
-    forward(inputs, documents)                    -->  out [T, H, E], lse [H, T]
-    backward(dout, inputs, out, lse, documents)   -->  dq, dk, dv
+    kernel_forward(name, inputs, documents)                    -->  out [T, H, E], lse [H, T]
+    kernel_backward(name, dout, inputs, out, lse, documents)   -->  dq, dk, dv
 
     reference   plain matrix products, any device, dtype and head dim, float64 too; the others are measured against it
     torch       torch's own FlashAttention-2: varlen on GPUs (Ampere and newer), document by document on CPUs
@@ -17,8 +17,7 @@ itself and the window - 1 tokens before it, as transformers counts it.
 Letters: T packed tokens, H query heads, K kv heads, E head dim.
 """
 
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -38,6 +37,30 @@ from .document import (
 VARLEN = ("flash4", "torch")  # on a GPU; the other kernels work document by document
 HOPPER = 9  # the major compute capability of Hopper GPUs
 HALF = (torch.float16, torch.bfloat16)
+
+
+class Limits(NamedTuple):
+    """The cases that a kernel computes.
+
+    capabilities: the major compute capabilities of the GPUs that it runs on; empty if it needs no GPU.
+    head_dims: the head dims that it computes on a GPU, in half precision; empty if it computes every case.
+    hopper_head_dims: further head dims that it computes on Hopper.
+    """
+
+    capabilities: Collection[int] = ()
+    head_dims: Collection[int] = ()
+    hopper_head_dims: Collection[int] = ()
+
+
+# Fastest first. H200, causal, head dim 128, 32k to 128k tokens, forward / backward TFLOP/s: flash4 640-734 / 591-608,
+# cudnn 560-656 / 530-552 (one long document), torch 330-357 / 315-324.
+# flash4 4.0.0b36 on H200: gradients right for these head dims (2e-3 in bfloat16), wrong by 110% for heads of 8 and 16.
+KERNELS = {
+    "flash4": Limits(range(9, 12), (32, 64, 128), (192, 256)),
+    "cudnn": Limits(range(9, 100), range(8, 129, 8), range(136, 257, 8)),
+    "torch": Limits((), range(8, 257, 8)),
+    "reference": Limits(),
+}
 
 
 class KernelChoice(NamedTuple):
@@ -110,16 +133,16 @@ def _why_unfit(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None
 ) -> str | None:
     """Tell why the kernel cannot compute this case; None if it can."""
-    kernel = KERNELS[name]
-    if not kernel.head_dims or device.type != "cuda":
+    limits = KERNELS[name]
+    if not limits.head_dims or device.type != "cuda":
         return None
     if dtype not in HALF:
         return f"{name} needs float16 or bfloat16"
     if name == "cudnn" and window:
         return f"cudnn has no sliding window, and the model has one of {window} tokens"
-    head_dims = [*kernel.head_dims]
+    head_dims = [*limits.head_dims]
     if torch.cuda.get_device_capability(device)[0] == HOPPER:
-        head_dims += kernel.hopper_head_dims
+        head_dims += limits.hopper_head_dims
     if head_dim not in head_dims:
         if name == "flash4":
             dims = ", ".join(map(str, head_dims))
@@ -136,7 +159,8 @@ def _why_unfit(
 # --- forward and backward ----------------------------------------------------------------------------------------
 
 
-def _forward(name: str, inputs: Inputs, documents: DocumentBounds) -> Results:
+def kernel_forward(name: str, inputs: Inputs, documents: DocumentBounds) -> Results:
+    """Run a kernel's forward on every document."""
     if not inputs.q.is_cuda or name not in VARLEN:
         return run_forward(DOCUMENT_KERNELS[name], inputs, documents)
     if short.usable(inputs, documents):
@@ -145,43 +169,13 @@ def _forward(name: str, inputs: Inputs, documents: DocumentBounds) -> Results:
     return run(inputs, documents)
 
 
-def _backward(
+def kernel_backward(
     name: str, dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, documents: DocumentBounds
 ) -> InputGradients:
+    """Run a kernel's backward on every document; out and lse may be joint ones of further keys."""
     if not dout.is_cuda or name not in VARLEN:
         return run_backward(DOCUMENT_KERNELS[name], dout, inputs, out, lse, documents)
     if short.usable(inputs, documents):
         return short.backward(dout, inputs, out, lse, documents)
     run = varlen.flash4_backward if name == "flash4" else varlen.torch_backward
     return run(dout, inputs, out, lse, documents)
-
-
-class Kernel(NamedTuple):
-    """A kernel, and the cases that it computes.
-
-    forward(inputs, documents) -> out, lse; backward(dout, inputs, out, lse, documents) -> dq, dk, dv.
-    capabilities: the major compute capabilities of the GPUs that it runs on; empty if it needs no GPU.
-    head_dims: the head dims that it computes on a GPU, in half precision; empty if it computes every case.
-    hopper_head_dims: further head dims that it computes on Hopper.
-    """
-
-    forward: Callable[..., Results]
-    backward: Callable[..., InputGradients]
-    capabilities: Collection[int] = ()
-    head_dims: Collection[int] = ()
-    hopper_head_dims: Collection[int] = ()
-
-
-# Fastest first. H200, causal, head dim 128, 32k to 128k tokens, forward / backward TFLOP/s: flash4 640-734 / 591-608,
-# cudnn 560-656 / 530-552 (one long document), torch 330-357 / 315-324.
-# flash4 4.0.0b36 on H200: gradients right for these head dims (2e-3 in bfloat16), wrong by 110% for heads of 8 and 16.
-LIMITS: dict[str, tuple[Collection[int], ...]] = {
-    "flash4": (range(9, 12), (32, 64, 128), (192, 256)),
-    "cudnn": (range(9, 100), range(8, 129, 8), range(136, 257, 8)),
-    "torch": ((), range(8, 257, 8)),
-    "reference": (),
-}
-KERNELS = {
-    name: Kernel(partial(_forward, name), partial(_backward, name), *limits)
-    for name, limits in LIMITS.items()
-}
