@@ -77,9 +77,10 @@ CHUNK = 64  # rows of the other documents for which kernels are compiled
 NAMES = "rows", "b", "a", "filters", "A_log", "dt_bias"  # of mix_pack's inputs
 
 
-def prove_rule(name: str, device: torch.device, *case: int) -> None:
-    """Compare values and gradients of the kernels with plain torch in float64, on a small pack with shared prompts.
+def prove_rule(name: str, device: torch.device, shares: bool, *case: int) -> None:
+    """Compare values and gradients of the kernels with plain torch in float64, on a small pack.
 
+    shares: whether prompts are shared, which needs further kernels; all that a run needs compile first, side by side.
     case: the fields of Delta, with as many heads as a rank has.
     Decays are those of trained models: some heads forget within a token, others hardly anything.
     Raises FloatingPointError, which names the wrong tensor and the size of its error; ValueError without kernels.
@@ -87,9 +88,13 @@ def prove_rule(name: str, device: torch.device, *case: int) -> None:
     delta, kernels = Delta(*case), sys.modules[__name__]
     if device.type == "cuda":
         compile_side_by_side(
-            *(partial(_computed, delta, pack, kernels) for pack in _packs(delta, device))
+            *(
+                partial(_computed, delta, pack, kernels)
+                for pack in _packs(delta, device, shares)
+            )
         )
-    recurrence = Recurrence([0, *accumulate(PROOF_LENGTHS)], PREFIXES, device)
+    prefixes = PREFIXES if shares else {}
+    recurrence = Recurrence([0, *accumulate(PROOF_LENGTHS)], prefixes, device)
     results = (
         _computed(delta, recurrence, kernels),
         _computed(delta, recurrence, plain, torch.float64),
@@ -103,23 +108,23 @@ def prove_rule(name: str, device: torch.device, *case: int) -> None:
             )
 
 
-def _packs(delta: Delta, device: torch.device) -> Iterator[Recurrence]:
+def _packs(delta: Delta, device: torch.device, shares: bool) -> Iterator[Recurrence]:
     """Yield packs that need all variants of the kernels, which depend on these:
 
-    whether parts start from a state, whether their last states are needed, whether a document is so long that it runs
-    in parts, and how many of the GPU's multiprocessors the heads of all parts of a level occupy.
+    how many of the GPU's multiprocessors the heads of all parts of a level occupy, whether a document is so long that
+    it runs in parts, and with shared prompts whether parts start from a state and whether their last states are needed.
     """
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    parts = 1
+    heads, parts = delta.linear_num_value_heads, 1
     while True:
         yield Recurrence([*range(0, parts * CHUNK + 1, CHUNK)], {}, device)
-        # documents that continue others, which continue others
-        prefixes: dict[int, list[Range]] = {}
-        for i in range(parts, 3 * parts):
-            before = (i - parts) * CHUNK
-            prefixes[i] = [*prefixes.get(i - parts, []), (before, before + CHUNK)]
-        yield Recurrence([*range(0, 3 * parts * CHUNK + 1, CHUNK)], prefixes, device)
-        if parts * delta.linear_num_value_heads >= processors:
+        if shares:  # documents that continue others, which continue others
+            prefixes: dict[int, list[Range]] = {}
+            for i in range(parts, 3 * parts):
+                before = (i - parts) * CHUNK
+                prefixes[i] = [*prefixes.get(i - parts, []), (before, before + CHUNK)]
+            yield Recurrence([*range(0, 3 * parts * CHUNK + 1, CHUNK)], prefixes, device)
+        if parts * heads >= processors:
             break
         parts *= 2
     yield Recurrence([0, LONG], {}, device)

@@ -29,8 +29,9 @@ def stand_in(wrong=0.0):
     return rule
 
 
-def test_right_kernels_are_proven_and_wrong_ones_refused(monkeypatch):
-    case = "rule", torch.device("cpu"), *HEADS
+@pytest.mark.parametrize("shares", [False, True])
+def test_right_kernels_are_proven_and_wrong_ones_refused(shares, monkeypatch):
+    case = "rule", torch.device("cpu"), shares, *HEADS
     monkeypatch.setattr(delta_kernels, "convolve", delta_rule.convolve)
     monkeypatch.setattr(delta_kernels, "load", stand_in)
     delta_kernels.prove_rule(*case)
@@ -53,7 +54,7 @@ def test_what_is_not_installed_is_named():
 )
 def test_the_kernels_are_as_near_to_float64_as_their_dtype(heads):
     pytest.importorskip("fla")
-    delta_kernels.prove_rule("rule", torch.device("cuda"), *heads)
+    delta_kernels.prove_rule("rule", torch.device("cuda"), True, *heads)
 
 
 @pytest.mark.gpu

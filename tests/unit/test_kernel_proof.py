@@ -67,5 +67,7 @@ def test_that_kernels_of_linear_attention_are_absent_is_told_before_data_are_rea
         config, stage, proofs = hybrid_on_a_gpu(monkeypatch, attention)
         if attention == "reference":
             assert choose_kernel(config, stage, HYBRID, True)[0] == "reference"
-        check_kernel(config, stage, HYBRID, attention, torch.device("cuda"), ParallelMesh())
+        check_kernel(
+            config, stage, HYBRID, attention, torch.device("cuda"), ParallelMesh(), False
+        )
         assert proofs.call_count == count

@@ -62,8 +62,12 @@ def check_kernel(
     kernel: str,
     device: torch.device,
     mesh: ParallelMesh,
+    shares: bool,
 ) -> None:
-    """Prove the kernel on the heads that a rank has, and on the longest example; FloatingPointError if it is wrong."""
+    """Prove the kernel on the heads that a rank has, and on the longest example; FloatingPointError if it is wrong.
+
+    shares: whether sequences share prompts.
+    """
     heads = head_layout(
         shape.num_attention_heads, shape.num_key_value_heads, mesh.head_parallel_size
     )
@@ -83,7 +87,7 @@ def check_kernel(
 
         keys, values, *widths = astuple(shape.delta)
         heads = head_layout(values, keys, math.gcd(mesh.sequence_parallel_size, values))
-        case = "gated delta rule", device, heads.key, heads.query, *widths
+        case = "gated delta rule", device, shares, heads.key, heads.query, *widths
         prove_once(Path(config.data.cache), *case, prove=prove_rule)
 
 

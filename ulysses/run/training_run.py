@@ -152,7 +152,8 @@ class TrainingRun:
         )
         self.watch.phase("kernels")
         with error_context():
-            check_kernel(config, inputs.stage, shape, inputs.attention, self.device, self.mesh)
+            case = inputs.stage, shape, inputs.attention, self.device, self.mesh
+            check_kernel(config, *case, question.shares)
             self.plan = plan = choose_memory(question)
         self.say(f"attention kernel: {inputs.kernel.name} ({inputs.kernel.reason})")
         if self.device.type == "cpu" and (slow := slow_products(config.model.dtype)):
