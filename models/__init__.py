@@ -1,1 +1,1 @@
-"""Llama, Qwen and Mistral models on packed, sequence-sharded batches."""
+"""Decoder models of the families in families.json, on packed batches that are cut over ranks."""

@@ -77,7 +77,7 @@ class DecoderLayer(nn.Module):
         self.recompute, self.mlp_tile, self.offloader = recompute, mlp_tile, offloader
 
     @property
-    def trained(self) -> Tensors:
+    def trained_parameters(self) -> Tensors:
         """The trained parameters, adapters included."""
         return trained([*self.parameters()])
 
@@ -94,7 +94,7 @@ class DecoderLayer(nn.Module):
     def forward(self, hidden: Tensor, rope: Rope, plan: AttentionPlan) -> Tensor:
         learns = torch.is_grad_enabled()
         if learns and self.recompute != "none":
-            return LayerNode.apply(self, rope, plan, hidden, *self.trained)
+            return LayerNode.apply(self, rope, plan, hidden, *self.trained_parameters)
         *heads, hidden = self.project(hidden, rope)
         mixer = self.mixer
         mixed = AttendNode.apply(mixer.attention, plan, *heads, *mixer.attention_parameters)

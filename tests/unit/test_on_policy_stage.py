@@ -33,7 +33,7 @@ def test_sampled_answers_are_planned_for():
         return stage_of(check({"stage": "distill", "ppo": ppo, **tables}))
 
     half, whole, off = (stage(share, max_new_tokens=30) for share in (0.5, 1.0, 0.0))
-    assert half.requirements.rollout == PlannedRollout(1, 64, 100, 30)
+    assert half.requirements.rollout == PlannedRollout(1, 1, 100, 30)
     assert half.requirements.longest_example == 130
     assert half.requirements.models == off.requirements.models
     served = stage(0.5, sampler="vllm+http://a:1", max_new_tokens=30)

@@ -1,9 +1,10 @@
-"""All checks before a run takes memory, from the first to the last, and what they find.
+"""The checks before a run takes memory, and what they find.
 
-`prepare` makes the checks that a process can make alone. The others are called later (run/training_run.py):
+Values and keys are checked before, as the configuration is read (config/command_line.py). `prepare` makes the checks
+that a process can make alone. The others are called later (run/training_run.py):
 
     data         check_examples, once the data are open (run/build.py)
-    resuming     changes, before a checkpoint is continued
+    resuming     changes and the stage's check_resumed, before a checkpoint is continued
     processes    agree, once the processes have met
     folder       hold_output, after they agree; until then nothing is written into the run's folder
     plan         check_kernel and choose_memory, before the run takes memory

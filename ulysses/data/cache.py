@@ -12,8 +12,11 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+
+from filelock import Timeout
 
 from ulysses.data import DataError
 from ulysses.disk import DiskError, check_files, digest_of, flush_to_disk, lock_file, writing
@@ -46,9 +49,7 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> None:
             failure = failed.read_text() if failed.exists() else ""
             if failure != earlier:  # the process that we waited for has failed
                 raise DataError(failure.partition(" ")[2])
-            # what processes that died have left
-            for abandoned in folder.parent.glob(f"{folder.name}.*.tmp"):
-                shutil.rmtree(abandoned, ignore_errors=True)
+            _remove_abandoned(folder)
             try:
                 with disk():
                     temporary.mkdir()
@@ -122,3 +123,17 @@ def content_digest(files: Sequence[Path], cache: Path) -> str:
 def digest_of_value(value: object) -> str:
     """Return the SHA-256 of a value as JSON, in hexadecimal digits."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what processes that died left, of the folder itself and of others that nobody builds at the moment."""
+    # only folders of a cache have such names
+    for abandoned in folder.parent.glob(f"{'[0-9a-f]' * 32}*-*.tmp"):
+        name = abandoned.name.partition(".")[0]
+        if name == folder.name:
+            shutil.rmtree(abandoned, ignore_errors=True)
+            continue
+        lock = folder.with_name(f"{name}.lock")
+        with suppress(Timeout), lock_file(lock).acquire(timeout=0):
+            shutil.rmtree(abandoned, ignore_errors=True)
+            lock.unlink(missing_ok=True)

@@ -117,7 +117,7 @@ class LayerNode(torch.autograd.Function):
         hidden, *results = saved.tensors()
         del saved
         mixer, exchange = layer.mixer, layer.mixer.attention.exchange(plan)
-        parameters = layer.trained
+        parameters = layer.trained_parameters
 
         def recompute_shards() -> tuple[Tensors, Callable[..., Any]]:
             (*heads, _), project_backward = _recompute(

@@ -174,14 +174,14 @@ class Trainer:
         self.watch.phase("data", step + 1)
         batches = self._read_ahead or self.stage.read(self.loader, step)
         inputs_of_loss = self.stage.before_step(batches)
-        sums = MetricSums(self.engine.device)
+        counts = MetricSums(self.engine.device)
         for batch in batches.trained:
             for name, value in self.stage.normalisers(batch).items():
-                sums.add(name, value)
-        totals = sums.totals()  # over all micro-batches and ranks. One collective
+                counts.add(name, value)
+        totals = counts.totals()  # over all micro-batches and ranks. One collective
         # in a step with nothing to train on, loss and gradient become zero instead of 0 / 0
         totals = totals.masked_fill(totals == 0, 1).float()
-        normalisers = dict(zip(sums.sums, totals, strict=True))
+        normalisers = dict(zip(counts.sums, totals, strict=True))
         metrics = MetricSums(self.engine.device)
         if self.routers:
             self.routers.begin(batches.trained)
@@ -192,13 +192,14 @@ class Trainer:
                 scaled = term._replace(weight=term.weight / normalisers[term.normaliser])
                 metrics.add("loss", self.stage.local_sum(scaled))
                 parts.append(scaled.value * scaled.weight)
-            # the counts from which `_measure` computes the speed
+            # the counts from which `_measure` computes the speed; rows with a target are projected to the vocabulary
             once = self.stage.on_first_rank
             metrics.add("projected", float(batch.num_valid))
             metrics.add("tokens", once(float(batch.num_tokens)))
             metrics.add("tokens_shared", once(float(batch.num_tokens_shared)))
             metrics.add("squares", once(float(batch.num_squares)))
             self.watch.phase("backward")
+            # gradients are averaged over all ranks, and each rank has its share of the mean
             loss = sum(parts[1:], parts[0]) * float(self.mesh.world_size)
             self.engine.backward(loss, only_microbatch=len(batches.trained) == 1)
         # The host reads the next batches while the device still computes; what the first step of a rollout reads is

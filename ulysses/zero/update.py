@@ -65,8 +65,9 @@ class SubGroup:
         """Take one step with `factor` times the gradients, and give the result to the model.
 
         Args:
-            grads: of the parameters' slices without padding, in their order. If there are sums, they are parts of them.
-                Otherwise there is one process, which pads nothing, and they lie elsewhere.
+            grads: of the parameters' slices without padding, in their order. If `gradient_sums` has been called, they
+                are views of that memory; otherwise one process keeps the gradients of its only micro-batch where they
+                are.
         """
         has_no_sums = self.master.grad is None
         if has_no_sums:

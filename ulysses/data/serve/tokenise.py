@@ -13,9 +13,9 @@ text       BOS document EOS         cut into pieces of max_length that overlap b
                                     first is predicted exactly once
 
 A sequence that is longer than data.max_length loses its end with "keep_start", and its beginning, but not BOS, with
-"keep_end". For pairs and unpaired answers "keep_end" shortens the prompt from its beginning, to no less than a quarter
-of max_length, before it cuts the end of an answer. A prompt without an answer always keeps its end, which opens the
-assistant's turn.
+"keep_end". For pairs, ranked lists and unpaired answers "keep_end" shortens the prompt from its beginning, to no less
+than a quarter of max_length, before it cuts the end of an answer. A prompt without an answer always keeps its end,
+which opens the assistant's turn.
 
 The files of a folder:
 
