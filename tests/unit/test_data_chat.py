@@ -8,9 +8,11 @@ from dataclasses import replace
 from functools import partial
 from importlib.resources import files
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
+from jinja2 import Template
 from transformers import PreTrainedTokenizerFast
 
 from tests.tiny_tokenizer import CHATML, LLAMA3, made_tokenizer, write_tokenizer
@@ -238,19 +240,30 @@ def unmarked(name):
 def test_many_turns_without_marks_are_told_apart_as_one_by_one(
     tokenizers, templates, templated, name
 ):
-    """And as with marks."""
-    template, draw = templated(tokenizers[name], unmarked(name)), random.Random(0)
+    """And as with marks, in a time that grows with the turns: a few renderings, unless an answer is in doubt."""
+    template, draw, rendered = templated(tokenizers[name], unmarked(name)), random.Random(0), []
     marked = templates[name]
     assert marked.marks_generation and not template.marks_generation
+    generate = Template.generate
+
+    def counted(*arguments, messages, **more):
+        rendered.append(len(messages))
+        return generate(*arguments, messages=messages, **more)
+
     for case in range(40):
         said = ["a", "b c", "a", "x\n\ny", "<think>z</think>w", "user", END[name]]
-        said += [" a", "b \n"]
+        if case % 4 == 0:
+            said += [" a", "b \n"]
         messages = [Message("system", "s")] * (case % 2) + conversation(
             *draw.choices(said, k=20 + case % 3)
         )
         answers = places_of_answers(messages)[case % 5 :]
-        (together,) = encode_all(template, messages, (), answers)
-        assert [together] == encode_all(template, messages, (), answers, True)
+        with mock.patch.object(Template, "generate", counted):
+            for apart in (False, True):
+                (together,) = encode_all(template, messages, (), answers, apart)
+                if case % 4:
+                    assert 0 < sum(rendered) <= 5 * len(messages), apart
+                rendered.clear()
         assert [together] == encode_all(marked, messages, (), answers)
         for i, span in zip(answers, together.spans, strict=True):
             (alone,) = encode_all(template, messages[: i + 1], (), [i])

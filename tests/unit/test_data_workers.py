@@ -7,6 +7,7 @@ from multiprocessing import active_children
 import pytest
 
 from ulysses.data import DataError
+from ulysses.data.serve.tokenise import Tokenising
 from ulysses.data.serve.workers import in_order
 
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -29,6 +30,33 @@ def open_with(open_rows):
         return open_rows(rows, kind, 64, cache=f"cache{count}", workers=count, **settings)
 
     return open_with
+
+
+def test_a_long_document_is_tokenised_in_batches_of_its_parts(open_rows, monkeypatch):
+    """Of bounded size, so that the run's watch sees them come and go; the pieces are those of the whole document."""
+    text, encode, sizes = (
+        "".join(f"word {i % 97}\n" for i in range(2000)),
+        Tokenising.encode,
+        [],
+    )
+
+    def counted(self, rows):
+        sizes.append(sum(len(row.value["text"]) for row in rows))
+        return encode(self, rows)
+
+    whole = open_rows([{"text": text}], "text", 64, cache="whole")
+    monkeypatch.setattr("ulysses.data.read.sources.CHUNK_CHARACTERS", 50)
+    monkeypatch.setattr("ulysses.data.serve.tokenise.CHARACTERS_AT_ONCE", 400)
+    monkeypatch.setattr(Tokenising, "encode", counted)
+    for workers in (1, 3):
+        data = open_rows(
+            text, "text", 64, name="a.txt", cache=f"cache{workers}", workers=workers
+        )
+        assert data.report.read == 1 and len(data) == len(whole) > 50
+        for path in whole.folder.glob("*.int*"):
+            assert path.read_bytes() == (data.folder / path.name).read_bytes(), path.name
+        assert max(sizes) < 600
+    assert len(sizes) > len(text) // 600
 
 
 @pytest.mark.parametrize("kind", ROWS)

@@ -39,6 +39,7 @@ BASE --pref_beta 0.1 => pref_beta: unknown; here it is dpo.beta
 BASE --use_dora true => use_dora: not supported; use plain LoRA
 BASE --load_in_4bit => load_in_4bit: unknown; here it is model.quantize
 BASE --overwrite_cache => overwrite_cache: not needed here
+BASE --data.turns separate => data.turns: not needed here (turns are trained in one sequence, and those that
 BASE --lr 1e-5 => lr: unknown; did you mean optimizer.lr?
 BASE --run.save_evry 5 => run.save_evry: unknown; did you mean run.save_every?
 BASE --quux 5 => quux: unknown; ulysses train --help lists the settings

@@ -286,9 +286,12 @@ class ChatTemplate:
             try:
                 if i not in spans:
                     own_text, own_spans = self._render_answer(messages, context, i)
-                    # the last answer's text may mark where earlier answers stand, which then need no text
-                    if not texts and not rewrites:
-                        spans = own_spans
+                    # the last answer's text may show where earlier answers stand, which then need no text
+                    if not texts:
+                        if self.marks_generation:
+                            spans = {} if rewrites else own_spans
+                        elif len(answers) > 2:
+                            spans = self._find_answers(messages, context, own_text, own_spans)
                     spans[i] = own_spans[i]
                     # a longer text that begins with this one holds the answer at the same place
                     if not text.startswith(own_text.rstrip("\n")):
@@ -376,13 +379,11 @@ class ChatTemplate:
         parts, last = at_marks(self._render(context, messages)), len(messages) - 1
         text, spans = "".join(parts), {}
         if self.marks_generation:
-            answers = [i for i, each in enumerate(messages) if each["role"] == "assistant"]
-            edges = list(accumulate(map(len, parts)))
-            marked = list(zip(edges[::2], edges[1::2]))
-            if len(marked) != len(answers):
-                count = f"{len(marked)} of {len(answers)} assistant messages"
+            indices, marked = _assistant_indices(messages), _marked_spans(parts)
+            if len(marked) != len(indices):
+                count = f"{len(marked)} of {len(indices)} assistant messages"
                 raise DropRowError(f"the chat template shows {count}")
-            spans = dict(zip(answers, marked))
+            spans = dict(zip(indices, marked))
         if text.startswith(prompt):
             return text, spans or {last: (len(prompt), len(text))}
         # Some prompts change once an answer follows: gpt-oss's template forgets the thinking before calls, and
@@ -397,6 +398,38 @@ class ChatTemplate:
             text = prompt + answer
             spans = {last: (len(prompt), len(text))}
         return text, spans
+
+    def _find_answers(
+        self,
+        messages: list[TemplateMessage],
+        context: Context,
+        text: str,
+        last: dict[int, Span],
+    ) -> dict[int, Span]:
+        """Find all answers in the text of the last one, by a rendering with marks around each; only `last` if in doubt.
+
+        Rendering every answer alone would take a time that grows with the square of the turns.
+        """
+        marked = messages[: max(last) + 1]
+        indices = _assistant_indices(marked)
+        for i in indices:
+            content = marked[i]["content"]
+            if not content or content != content.strip() or len(marked[i]) > 2:
+                return last
+            marked[i] = {**marked[i], "content": OPEN + content + CLOSE}
+        start, first = self._render_answer(messages, context, indices[0])
+        parts = at_marks(self._render(context, marked))
+        tail = parts[-1]
+        spans = {i: (a, b + len(tail)) for i, (a, b) in zip(indices, _marked_spans(parts))}
+        is_certain = (
+            "".join(parts) == text
+            and len(parts) == 2 * len(indices) + 1
+            and text.startswith(start.rstrip("\n"))
+            and {**first, **last}.items() <= spans.items()
+            and all(part.endswith(self._opening) for part in parts[:-1:2])
+            and all(part.startswith(tail) for part in parts[2::2])
+        )
+        return spans if is_certain else last
 
     def _weighed(self, text: str, answers: dict[Span, float]) -> Rendered:
         """Cut a rendered text around weighted answers, each with the token that ends its turn, and after the last."""
@@ -450,3 +483,13 @@ class ChatTemplate:
 
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
+
+
+def _assistant_indices(messages: Sequence[TemplateMessage]) -> list[int]:
+    return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def _marked_spans(parts: Sequence[str]) -> list[Span]:
+    """Return where the answers stand in a text that `at_marks` has cut into parts, without the marks."""
+    edges = list(accumulate(map(len, parts)))
+    return list(zip(edges[::2], edges[1::2]))

@@ -1,8 +1,7 @@
 """Stream rows from where the data are, and count how many were read, kept and dropped, and why.
 
 json, jsonl, csv and txt files (also as .gz) are read here, so that errors name the exact row. Parquet, saved folders
-and the Hugging Face hub go through `datasets` (library.py). Only .json arrays and .txt files are held in memory as a
-whole.
+and the Hugging Face hub go through `datasets` (library.py). Only .json arrays are held in memory as a whole.
 """
 
 import csv
@@ -14,8 +13,10 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, fields, replace
+from functools import partial
 from io import TextIOWrapper
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from os.path import expanduser
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -234,11 +235,30 @@ def source_digest(source: Source, cache: Path) -> str:
     )
 
 
-def safe_parts(text: str) -> Iterator[str]:
-    """Cut a very long text into parts whose tokens are those of the text."""
+def text_parts(
+    blocks: Iterable[str], separator: str | None = None
+) -> Iterator[tuple[int, str]]:
+    """Yield (document number, text) from blocks of text; a very long document comes in parts of the same number."""
+    buffer, number = "", 1
+    for block in blocks:
+        buffer += block
+        if separator:
+            *complete, buffer = buffer.split(separator)
+            for text in complete:
+                if text.strip():
+                    yield number, text
+                number += 1
+        *parts, buffer = safe_parts(buffer, len(buffer) - len(separator or ""))
+        yield from ((number, part) for part in parts)
+    if buffer.strip():
+        yield number, buffer
+
+
+def safe_parts(text: str, stop: int = sys.maxsize) -> Iterator[str]:
+    """Cut a very long text into parts whose tokens are those of the text; nothing is cut from `stop` on."""
     start = 0
     while len(text) - start > 2 * CHUNK_CHARACTERS and (
-        cut := SAFE_CUT.search(text, start + CHUNK_CHARACTERS)
+        cut := SAFE_CUT.search(text, start + CHUNK_CHARACTERS, stop)
     ):
         yield text[start : cut.end()]
         start = cut.end()
@@ -250,7 +270,7 @@ def safe_parts(text: str) -> Iterator[str]:
 
 
 def read_rows(source: Source) -> Iterator[tuple[str, object]]:
-    """Yield each row with its file and its number, from 1.
+    """Yield each row with its file and its number, from 1; the parts of a long .txt document have the same number.
 
     A row of a jsonl file is the bytes of its line, and has the number of this line.
 
@@ -297,12 +317,9 @@ def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:
         newline = "" if delimiter else None
         text = TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline)
         if suffix == ".txt":
-            documents = [text.read()]
-            if source.separator:
-                documents = documents[0].split(source.separator)
-            for number, document in enumerate(documents, 1):
-                if document.strip():
-                    yield number, {"text": document}
+            blocks = iter(partial(text.read, CHUNK_CHARACTERS), "")
+            for number, part in text_parts(blocks, source.separator):
+                yield number, {"text": part}
         elif delimiter:
             csv.field_size_limit(sys.maxsize)
             rows = csv.DictReader(text, delimiter=delimiter, strict=True)
@@ -386,17 +403,19 @@ class Report:
 
 
 class RawRow(NamedTuple):
-    """A row before it is parsed.
+    """A row, or a part of a long document, before it is parsed.
 
     Attributes:
         source: the index of its source.
         where: its file and number.
         value: bytes of JSON, an object, or the error in its place.
+        continues: whether it is a further part of the document that the row before it began.
     """
 
     source: int
     where: str
     value: object
+    continues: bool = False
 
 
 def locate_rows(
@@ -414,11 +433,13 @@ def locate_rows(
     for index, source in enumerate(sources):
         where = source.path
         try:
-            for where, row in islice(read_rows(source), source.max_examples or None):
+            documents = groupby(read_rows(source), key=itemgetter(0))
+            for where, parts in islice(documents, source.max_examples or None):
                 is_held_out = report.read * GOLDEN_RATIO % 1 < share
                 report.read += 1
                 if is_held_out == held_out:
-                    yield RawRow(index, where, row)
+                    for place, (_, row) in enumerate(parts):
+                        yield RawRow(index, where, row, place > 0)
                 else:
                     report.note("in the other part of data.eval_fraction", where)
                     yield None

@@ -33,7 +33,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, pairwise, repeat, starmap
+from itertools import chain, groupby, pairwise, repeat, starmap
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ from ulysses.data.read.sources import (
     locate_rows,
     note_sources,
     pinned,
+    safe_parts,
     source_digest,
     source_files,
 )
@@ -72,6 +74,8 @@ ROWS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 1 << 21  # of a batch, to bound memory
 # settings of the [data] table that decide tokens, besides sources, tokenizer and template
 DECIDING = ("max_length", "truncation", "train_on", "bad_rows", "eval_fraction")
 Columns = dict[str, Any]  # examples as the files hold them: tokens, weights and numbers
+# a part of a document: the document's row and source, and the part's tokens
+Part = tuple[str, int, np.ndarray]
 
 
 def open_dataset(
@@ -162,7 +166,11 @@ class Tokenising:
         """Write all examples into `folder`; DataError if there are none, or if a file changes meanwhile."""
         report = Report()
         names = ", ".join(source.path for source in self.sources)
-        _write_columns(folder, self._encoded(report), report)
+        chunks = self._encoded(report)
+        if self.kind == "text":
+            parts = chain.from_iterable(chunks)
+            chunks = _cut_documents(parts, self.encoder, self.settings.max_length)
+        _write_columns(folder, chunks, report)
         if not report.kept:
             reasons = str(report).replace("\n  ", "; ")
             raise DataError(f"no example is left of {names}: {reasons}")
@@ -177,7 +185,7 @@ class Tokenising:
                 f"{names} changed while it was read; start again when nothing writes there any more"
             )
 
-    def _encoded(self, report: Report) -> Iterator[Columns]:
+    def _encoded(self, report: Report) -> Iterator[Any]:
         """Yield what `encode` makes of batches of rows, in the order of the rows, and count it in `report`."""
         bar = {"desc": "tokenising", "unit": "rows", "delay": BAR_AFTER_SECONDS}
         rows = locate_rows(self.sources, report, self.settings.eval_fraction, self.held_out)
@@ -189,11 +197,11 @@ class Tokenising:
 
     # ---------------------------------------------------------------- what every process does with its batches
 
-    def encode(self, rows: list[RawRow]) -> tuple[Columns, Report]:
-        """Return the columns of the rows' examples end to end, and what was counted."""
+    def encode(self, rows: list[RawRow]) -> tuple[Any, Report]:
+        """Return the columns of the rows' examples end to end, or the parts of documents; and what was counted."""
         report = Report()
         rendered: list[tuple[RawRow, Record, list[Rendered]]] = []
-        encoded: list[Columns] = []
+        encoded: list[Any] = []
         may_drop = partial(dropping, report, self.settings.bad_rows)
         variables = self.template.variables if self.template else ()
         # Rendering all rows before tokenising them takes a sixth less time than both for one row after the other.
@@ -207,8 +215,8 @@ class Tokenising:
                     encoded.append(read_trajectory(row, source.columns, *limits))
                     continue
                 for record in read_row(row.value, source, self.kind, note, variables):
-                    if self.template is None:
-                        encoded += self._pieces(row, record.text)
+                    if self.kind == "text":
+                        encoded += self._document_parts(row, record.text)
                         continue
                     with may_drop(row.where):
                         rendered.append((row, record, self._render(record, note)))
@@ -216,20 +224,17 @@ class Tokenising:
             with may_drop(row.where):
                 note = partial(report.note, where=row.where)
                 encoded.append(self._example(row, record, texts, note))
+        if self.kind == "text":
+            return encoded, report
         names = encoded[0] if encoded else ()
         return {name: np.hstack([each[name] for each in encoded]) for name in names}, report
 
-    def _pieces(self, row: RawRow, text: str) -> Iterator[Columns]:
-        """Cut a document into pieces of at most max_length; data.truncation does not apply, for no token is lost."""
-        encoder, limit = self.encoder, self.settings.max_length
-        bos = [] if encoder.bos is None else [encoder.bos]
-        ids = [*bos, *encoder.encode_text(encoder.with_space(text)), encoder.eos]
-        tokens = np.array(ids, np.int32)
-        # the last token of a piece predicts the first of the next
-        for start in range(0, len(tokens) - 1, limit - 1):
-            piece = tokens[start : start + limit]
-            size = [len(piece), 0, 0]
-            yield {"tokens": piece, "_sizes": size, "_counts": 1, "_source": row.source}
+    def _document_parts(self, row: RawRow, text: str) -> list[Part]:
+        """Tokenise a document, or the part of one that a row holds; a long one in parts, to bound memory."""
+        if not row.continues:
+            text = self.encoder.with_space(text)
+        encoded = map(self.encoder.encode_text, safe_parts(text))
+        return [(row.where, row.source, np.array(ids, np.int32)) for ids in encoded]
 
     def _example(
         self, row: RawRow, record: Record, texts: list[Rendered], note: Callable[[str], None]
@@ -363,12 +368,32 @@ def _batches(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:
     size = 0
     for row in rows:
         batch.append(row)
-        size += len(str(row.value))
+        size += len(row.value if isinstance(row.value, bytes) else str(row.value))
         if len(batch) == ROWS_AT_ONCE or size >= CHARACTERS_AT_ONCE:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def _cut_documents(
+    parts: Iterable[Part], encoder: TextEncoder, limit: int
+) -> Iterator[Columns]:
+    """Join the parts of each document, and cut it into pieces of at most `limit` tokens, as the files hold them.
+
+    data.truncation does not apply: no token is lost.
+    """
+    eos = np.array([encoder.eos], np.int32)
+    bos = eos[:0] if encoder.bos is None else np.array([encoder.bos], np.int32)
+    for (_, source), document in groupby(parts, key=itemgetter(0, 1)):
+        left = bos
+        for *_, tokens in chain(document, [(eos,)]):
+            left = np.append(left, tokens)
+            while len(left) > limit or (tokens is eos and len(left) > 1):
+                piece = left[:limit]
+                size = [len(piece), 0, 0]
+                yield {"tokens": piece, "_sizes": size, "_counts": [1], "_source": [source]}
+                left = left[limit - 1 :]  # the last token predicts the first of the next piece
 
 
 def _write_columns(folder: Path, chunks: Iterable[Columns], report: Report) -> None:
