@@ -274,7 +274,9 @@ class TrainingRun:
     def train(self) -> None:
         """Train to the end (or to a requested stop), evaluating, saving and exporting as configured."""
         trainer, run, folder = self.trainer, self.config.run, self.config.output
-        self._open_log(signals=True)
+        self._open_log()
+        # after the trackers, which may catch them too; a program that has its own loop has its own handlers
+        self.resources.enter_context(self.watch.signals())
         trainer.train()
         if run.export and not trainer.stop_requested:
             out = folder / "export"
@@ -287,12 +289,8 @@ class TrainingRun:
         if self.mesh.world_size == 1:
             self.watch.pause()  # no other process waits while the program goes on to something else
 
-    def _open_log(self, signals: bool = False) -> None:
-        """Begin to log, and to answer `run.samples`, if this has not been done yet.
-
-        Args:
-            signals: may ask the run to stop; a program that has its own loop has its own handlers, too.
-        """
+    def _open_log(self) -> None:
+        """Begin to log, and to answer `run.samples`, if this has not been done yet."""
         if self.is_logged:
             return
         self.is_logged = True
@@ -305,8 +303,6 @@ class TrainingRun:
             tracked = TrackedRun(folder, project, self.run_id, trainer.step, settings)
             self.log = trainer.log = MetricsLog(tracked, trackers, trainer.total_steps)
             self.resources.callback(self.log.close)
-        if signals:  # after the trackers, which may catch them too
-            self.resources.enter_context(self.watch.signals())
         if run.samples:
             from ulysses.run.samples import Samples
 
