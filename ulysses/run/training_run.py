@@ -274,9 +274,7 @@ class TrainingRun:
     def train(self) -> None:
         """Train to the end (or to a requested stop), evaluating, saving and exporting as configured."""
         trainer, run, folder = self.trainer, self.config.run, self.config.output
-        self._open_log()
-        # after the trackers, which may catch them too; a program that has its own loop has its own handlers
-        self.resources.enter_context(self.watch.signals())
+        self._open_log(signals=True)
         trainer.train()
         if run.export and not trainer.stop_requested:
             out = folder / "export"
@@ -289,13 +287,15 @@ class TrainingRun:
         if self.mesh.world_size == 1:
             self.watch.pause()  # no other process waits while the program goes on to something else
 
-    def _open_log(self) -> None:
-        """Begin to log, and to answer `run.samples`, if this has not been done yet."""
-        if self.is_logged:
-            return
-        self.is_logged = True
+    def _open_log(self, signals: bool = False) -> None:
+        """Begin to log, and to answer `run.samples`, if this has not been done yet.
+
+        Args:
+            signals: may ask the run to stop; a program that has its own loop has its own handlers, too.
+        """
+        is_first, self.is_logged = not self.is_logged, True
         trainer, run, folder = self.trainer, self.config.run, self.config.output
-        if self.mesh.is_main:
+        if is_first and self.mesh.is_main:
             settings = {"run_id": self.run_id, **trainer.description["config"]}
             # run.wandb names a project, and asks for the tracker too
             project = run.wandb or run.project
@@ -303,7 +303,9 @@ class TrainingRun:
             tracked = TrackedRun(folder, project, self.run_id, trainer.step, settings)
             self.log = trainer.log = MetricsLog(tracked, trackers, trainer.total_steps)
             self.resources.callback(self.log.close)
-        if run.samples:
+        if signals:  # after the trackers, which may catch them too
+            self.resources.enter_context(self.watch.signals())
+        if is_first and run.samples:
             from ulysses.run.samples import Samples
 
             samples = Samples(trainer, self.inputs, self.eval_data, self.log)
