@@ -1,6 +1,7 @@
 """Trajectories from outside: rows of files and of a program train as the rollout that they were saved from."""
 
 import json
+import signal
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -122,6 +123,9 @@ def own_loop(run, rows):
     found = run.learn(rows)
     with pytest.raises(ValueError, match="4 groups for 1 minibatches, and run.steps leaves 0"):
         run.learn(rows)
+    before = signal.getsignal(signal.SIGTERM)
+    run.train()  # of which nothing is left, but the engine's own loop hears signals
+    assert signal.getsignal(signal.SIGTERM) != before
     return drawn, found
 
 
