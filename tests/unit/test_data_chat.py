@@ -376,6 +376,9 @@ def test_thinking_that_a_template_always_cuts_off_is_trained_where_the_model_wri
         encode(template, messages)
     with pytest.raises(DropRowError, match="where it opens the assistant's turn"):
         encode(template, conversation("q", "no thinking"))
+    # an answer that cannot be written is left out alone
+    said = "no thinking", "r", THINK.format("u", "b"), "s", THINK.format("v", "c")
+    assert len(texts(template, conversation("q", *said))) == 2
 
 
 @named

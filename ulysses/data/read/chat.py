@@ -417,8 +417,11 @@ class ChatTemplate:
             if not content or content != content.strip() or len(marked[i]) > 2:
                 return last
             marked[i] = {**marked[i], "content": OPEN + content + CLOSE}
-        start, first = self._render_answer(messages, context, indices[0])
-        parts = at_marks(self._render(context, marked))
+        try:
+            start, first = self._render_answer(messages, context, indices[0])
+            parts = at_marks(self._render(context, marked))
+        except DropRowError:
+            return last
         tail = parts[-1]
         spans = {i: (a, b + len(tail)) for i, (a, b) in zip(indices, _marked_spans(parts))}
         is_certain = (
