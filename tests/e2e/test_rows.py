@@ -1,6 +1,7 @@
 """Trajectories from outside: rows of files and of a program train as the rollout that they were saved from."""
 
 import json
+import math
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.sampling_server import SamplingServer, load
 from ulysses.config.section import UserCodeError
 from ulysses.disk import DiskError
 from ulysses.plan.planner import planned_step
+from ulysses.rl.ppo import PpoStage
 from ulysses.run.training_run import TrainingRun
 
 USUAL = """
@@ -173,6 +175,15 @@ def what_is_refused(run, rows):
     )
     with pytest.raises(
         ValueError, match="ended at step 4, because eval/loss .* step 2 in 2 ev"
+    ):
+        run.learn(rows)
+    # a step that is not finite is said to have trained its part of the rollout
+    stage, trainer.best = trainer.stage, None
+    stage.losses = lambda *batch: [
+        term._replace(value=term.value * math.nan) for term in PpoStage.losses(stage, *batch)
+    ]
+    with pytest.raises(
+        FloatingPointError, match=r"; examples \[\d+(, \d+)*\] ... of rollout 1"
     ):
         run.learn(rows)
     return whole, trained
