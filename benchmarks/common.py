@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models.arch import ModelConfig
 from models.initial_weights import InitialWeights
 from ulysses.check.input_files import read_shape
+from ulysses.check.kernel_proof import check_kernel, choose_kernel
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError
@@ -122,10 +123,16 @@ def build(
     shape, _ = read_shape(config)
     degree = config.parallel.sequence_parallel_size
     mesh = ParallelMesh(degree, num_heads=shape.num_attention_heads, windows=shape.windows)
+    stage = stage_of(config)
+    if (
+        shape.delta
+    ):  # compile its kernels side by side, and not one after the other in the first step
+        kernel, _ = choose_kernel(config, stage, shape, strict=True)
+        check_kernel(config, stage, shape, kernel, device, mesh, shares=True)
     choice = planned(config, shape, device, tokens, documents, micro_batches)
     engine = trained_engine(
         config,
-        stage_of(config),
+        stage,
         InitialWeights(shape, 0, quantize=config.model.quantize),
         mesh,
         choice,

@@ -1,7 +1,7 @@
 """Time and memory of full training steps: forward, backward, gradient clipping and AdamW, on random weights and tokens.
 
     torchrun --nproc_per_node 8 benchmarks/throughput.py --seq 32768 131072 --recompute none auto
-    torchrun --nproc_per_node 8 benchmarks/throughput.py --seq 65536 65536 --recompute block --offload none checkpoints
+    torchrun --nproc_per_node 8 benchmarks/throughput.py --seq 65536 65536 --recompute block --offload none auto
     python benchmarks/throughput.py --gpus 8 --seq 32768 --peer "alst.py --cudnn"       both stacks in one call
 
 One JSON line per case, then a table. Any of train.py's settings may follow (`--optimizer.reduce_dtype bfloat16`).
@@ -65,7 +65,7 @@ def main() -> None:
         micro_batches=(1, "packs in each step"),
         sp=(0, "Ulysses degree; 0 is all processes"),
         recompute=(["auto"], "one level for all lengths, or one per length"),
-        offload=(["none"], "none, auto or checkpoints: one for all lengths, or one per length"),
+        offload=(["none"], "none or auto: one for all lengths, or one per length"),
         steps=(3, "timed after a first step; 0 times the first one, after --warm"),
         warm=(
             0,

@@ -32,7 +32,8 @@ class Filters(Uninitialised, nn.Conv1d):
 
 
 class LinearAttention:
-    """Run convolution and rule over whole documents; the methods are those of parallel/attention.py's Attention.
+    """Run convolution and rule over whole documents; its methods are those of Attention in
+    ulysses/parallel/attention.py.
 
     Its parameters are the filters [F, 1, W], A_log and dt_bias [H], those of all heads on every rank.
     """

@@ -96,9 +96,11 @@ class DecoderLayer(nn.Module):
         if learns and self.recompute != "none":
             return LayerNode.apply(self, rope, plan, hidden, *self.trained_parameters)
         *heads, hidden = self.project(hidden, rope)
-        mixer = self.mixer
-        mixed = AttendNode.apply(mixer.attention, plan, *heads, *mixer.attention_parameters)
-        middle, half = self.output(hidden, mixed), self.second_half
+        attention, parameters = self.mixer.attention, self.mixer.attention_parameters
+        # no variable here keeps the output of the attention alive
+        middle = self.output(hidden, AttendNode.apply(attention, plan, *heads, *parameters))
+        del heads
+        half = self.second_half
         return recorded(half, middle)[0] if learns else half.add_tiles(middle)
 
     def project(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, ...]:

@@ -64,9 +64,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_settings(path: Path) -> Values:
-    """Read their settings from YAML, of which JSON is a part."""
-    text = existing(path).read_text(encoding="utf-8-sig")
-    values = yaml.safe_load(text) if path.suffix in (".yaml", ".yml", ".json") else None
+    """Read their settings from YAML or JSON."""
+    text, values = existing(path).read_text(encoding="utf-8-sig"), None
+    if path.suffix == ".json":
+        values = json.loads(text)
+    elif path.suffix in (".yaml", ".yml"):
+        values = yaml.safe_load(text)
     if not isinstance(values, dict):
         raise ConfigError(
             "this file holds no settings; give the YAML or JSON that the trainer reads (of a command, write each "

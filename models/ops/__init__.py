@@ -10,9 +10,9 @@ An operation (linear.py) is one node of the graph. It keeps little for backward,
     SecondHalf     hidden -> norm -> feed-forward -> +        keeps hidden              (norm again)
       GatedMLP     gate, up -> down                           keeps gate, up            (activation again)
       SparseMLP    the same with experts of each row          keeps gate, up of its experts
-                   in tiles: keeps hidden only, backward runs norm, gate and up again, never down
+      in tiles     keeps hidden only                        (norm, gate and up again; down where a norm follows)
 
-All save parameters, never views of them: ZeRO-3 replaces a parameter's memory between forward and backward, and a
-view would keep the gathered weights alive. A module hands its weight, with its bias and adapter, to the nodes as a
-Matrix (linear.py).
+Operations refer to parameters and never keep views of them: ZeRO-3 replaces a parameter's memory between forward and
+backward, and a view would keep the gathered weights alive. A module hands its weight, with its bias and adapter, to
+the operations as a Matrix (linear.py).
 """

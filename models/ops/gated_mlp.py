@@ -65,16 +65,19 @@ class FeedForward(Protocol):
         """Return the output of these rows, which are a part of all rows, in new memory, and what backward needs."""
 
     def backward(
-        self, x: Tensor, grad: Tensor, part: slice, saved: Saved, sums: GradientSums
+        self, x: Tensor, grad: Tensor, part: slice, saved: list[Tensor], sums: GradientSums
     ) -> Tensor:
-        """Return the gradient of x, and add those of what is trained to `sums`; `saved` may be empty."""
+        """Return the gradient of x, and add those of what is trained to `sums`; `saved` may be empty.
+
+        It is taken out of the list, so that its memory is free as soon as it has been used.
+        """
 
 
 class SecondHalf(NamedTuple):
     """A layer's second half: a feed-forward with the weights of the norms before and after it, which may be None.
 
     It adds to each of its rows: to all at once as an Operation, or in tiles without a graph. tensors: all that are
-    trained. tile: the most rows of a tile, of which there is one for up to twice as many.
+    trained. tile: the rows of a tile; up to twice as many run as one.
     """
 
     norm: Tensor | None
@@ -136,13 +139,14 @@ class SecondHalf(NamedTuple):
         if self.after is not None:
             if input_of_after is None:
                 input_of_after, saved = self.feed_forward.forward(x, part)
+                saved = [*saved]
             to_out, of_after = rms_norm_backward(
                 to_out.clone(), input_of_after, self.after, self.rule
             )
             sums.add(self.after, of_after)
             del input_of_after
         to_x = self.feed_forward.backward(x, to_out, part, saved, sums)
-        del x, to_out, saved
+        del x, to_out
         to_rows, of_norm = rms_norm_backward(to_x, rows, self.norm, self.rule, grad)
         sums.add(self.norm, of_norm)
         return to_rows
@@ -162,16 +166,17 @@ class GatedMLP(NamedTuple):
         return out, (gate, up, *self.gate_up.saved, *self.down.saved)
 
     def backward(
-        self, x: Tensor, grad: Tensor, part: slice, saved: Saved, sums: GradientSums
+        self, x: Tensor, grad: Tensor, part: slice, saved: list[Tensor], sums: GradientSums
     ) -> Tensor:
         if saved:
             gate, up = saved[:2]
+            saved.clear()
         else:
             gate, up = self.gate_up.forward(x)
             self.down.start(gate)
         to_active = self.down.back(grad)
         active, to_gate_up = activate(gate, up, self.activation, to_active)
-        del gate, up, to_active, saved
+        del gate, up, to_active
         self.down.gradients(grad, active, sums)
         del active
         to_x = self.gate_up.back(to_gate_up)

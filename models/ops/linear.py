@@ -73,7 +73,7 @@ class GradientSums:
     def add(
         self, tensor: Tensor | None, grad: Tensor | None, index: Tensor | None = None
     ) -> None:
-        """Add to a tensor's gradient, if it is trained, or to that of the rows with the numbers `index`."""
+        """Add to the gradient of a tensor, if it is trained; `index` numbers the rows that `grad` is of."""
         if tensor is not None and grad is not None and tensor.requires_grad:
             if index is not None:
                 grad = grad.new_zeros(tensor.shape).index_copy_(0, index, grad)

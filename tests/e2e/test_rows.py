@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -125,6 +126,9 @@ def own_loop(run, rows):
     found = run.learn(rows)
     with pytest.raises(ValueError, match="4 groups for 1 minibatches, and run.steps leaves 0"):
         run.learn(rows)
+    before = signal.getsignal(signal.SIGTERM)
+    run.train()  # of which nothing is left, but the engine's own loop hears signals
+    assert signal.getsignal(signal.SIGTERM) != before
     return drawn, found
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from models.arch import ARCHITECTURES
 from tests import rows_of
-from ulysses.config.command_line import known_keys, parse_command_line
+from ulysses.config.command_line import known_keys, parse_command_line, still_known
 from ulysses.config.foreign_names import foreign_names
 from ulysses.config.schema import Config
 from ulysses.gradients import build_chain
@@ -87,6 +87,11 @@ def test_foreign_names_lead_to_keys_that_exist():
         assert name not in keys or table["key"] == name
     lists = [set(names[kind]) for kind in ("ours", "not_needed", "by_hand", "not_supported")]
     assert sum(map(len, lists)) == len(set.union(*lists))
+
+
+def test_what_a_checkpoint_set_and_is_no_more_is_left_out():
+    saved = {"memory": {"offload": "checkpoints"}, "run": {"steps": 3, "no_setting": 1}}
+    assert still_known(saved) == {"run": {"steps": 3}}
 
 
 def test_names_that_the_configuration_writes_out_are_those_of_the_registries():

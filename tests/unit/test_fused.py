@@ -1,5 +1,7 @@
 """The elementwise passes against autograd in float64, on CPU and, where there is a GPU, as Triton kernels."""
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -182,6 +184,29 @@ def test_feed_forward_half(device, dtype, tile, together, kind, factor_of_sum):
             frozen.requires_grad_(False)
         _, (of_gate,) = fused(*weights[:4]).gradients(x, grad)
         near(of_gate, exact_grads[2], dtype, factor=factor)
+
+
+@pytest.mark.parametrize("has_norm_after", [False, True])
+def test_gate_and_up_are_freed_before_the_products_that_follow(has_norm_after):
+    grad, x, norm, gate, up, down = draw(
+        *[(40, 32)] * 2, (32,), *[(97, 32)] * 2, (32, 97), dtype=torch.float32, device="cpu"
+    )
+    pair, after = Products(Matrix(gate), Matrix(up)), norm if has_norm_after else None
+    forward, back, made, alive = pair.forward, pair.back, [], []
+
+    def noted(rows):
+        results = forward(rows)
+        made.extend(map(weakref.ref, results))
+        return results
+
+    def look(to_results):
+        alive.append([ref() is not None for ref in made])
+        return back(to_results)
+
+    pair.forward, pair.back = noted, look
+    half = SecondHalf(norm, GatedMLP(pair, Products(Matrix(down))), after, [], RULE)
+    half.gradients(x, grad)
+    assert alive == [[False, False]]
 
 
 @each_device

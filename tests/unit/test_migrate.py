@@ -661,6 +661,11 @@ def test_aliases_that_save_writing_are_read(migrate):
     assert migrate(one)[0].model.path == "m"
 
 
+def test_json_with_tabs_is_read(tmp_path):
+    (tmp_path / "run.json").write_text('{\n\t"base_model": "m"\n}')
+    assert read_settings(tmp_path / "run.json") == {"base_model": "m"}
+
+
 def test_a_translation_imports_no_torch(tmp_path):
     (tmp_path / "run.yaml").write_text(LLAMAFACTORY_KTO)
     code = (

@@ -107,7 +107,9 @@ def prove_once(
     for name in names:  # a package that is not installed adds its name alone
         facts += [name, *(package.version for package in distributions(name=name))]
     if device.type == "cuda":
-        facts += [str(torch.cuda.get_device_properties(device)), torch.backends.cudnn.version()]
+        gpu = torch.cuda.get_device_properties(device)
+        facts += [gpu.name, gpu.major, gpu.minor, gpu.multi_processor_count, gpu.total_memory]
+        facts.append(torch.backends.cudnn.version())
     path = cache / f"kernel-{digest_of_value(facts)[:24]}.json"
     if path.exists():
         return

@@ -139,7 +139,8 @@ class LayerNode(torch.autograd.Function):
         with replay(random_states[2]):
             second_half = layer.second_half
             grad, of_feed_forward = second_half.gradients(middle, grad)
-        del middle
+            of_second_half = [*zip(second_half.tensors, of_feed_forward)]
+        del middle, second_half  # which holds the masks of dropout
         (grad_hidden, grad_mixed), of_output = output_backward(grad)
         del grad
         grad_out = exchange.to_tokens_backward(grad_mixed)
@@ -154,7 +155,7 @@ class LayerNode(torch.autograd.Function):
         (grad_hidden,), of_project = project_backward(*grads, grad_hidden)
         sums: dict[Tensor, Tensor] = {}
         for parameter, of_parameter in (
-            *zip(second_half.tensors, of_feed_forward),
+            *of_second_half,
             *zip(parameters, of_output),
             *zip((p for p in mixer.attention_parameters if p.requires_grad), of_attention),
             *zip(parameters, of_project),

@@ -1,11 +1,11 @@
 """The memory levels: what a layer keeps between forward and backward, and what it computes again.
 
-    hidden -project-> heads -to_heads-> shards -mix-> results -to_tokens-> rows -output-> middle -feed_forward-> hidden
+    hidden -project-> heads -to_heads-> shards -attend-> results -to_tokens-> rows -output-> middle -mlp-> hidden
 
     level            kept                                computed again in backward
     none             everything, by ordinary autograd    nothing
-    keep_attention   the layer's input, mix's results    all but mix (and feed_forward's last product)
-    block            the layer's input                   all of that, and mix
+    keep_attention   the layer's input, the results      all but the attention (and the feed-forward's last product)
+    block            the layer's input                   all of that, and the attention
 
 All levels but "none" run in layer_node.py.
 

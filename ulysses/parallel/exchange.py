@@ -15,9 +15,9 @@ With row-parallel ranks (R > 1, layout.py) the same single all-to-all has parts 
 
 and the keys are put into packed order when they arrive, in one copy for k and v together.
 
-Linear attention has no queries in this sense: all of its tensors go to every set of U ranks, where U is the common
-divisor of the ranks and its own value heads. The sets do the same work, and each returns the outputs of its own ranks'
-tokens.
+Linear attention has no queries in this sense: all of its tensors go to every set of U ranks, where U is the greatest
+common divisor of the ranks and of the layer's value heads. The sets do the same work, and each returns the outputs of
+its own ranks' tokens.
 
 Letters: T packed tokens, S tokens on this rank, H query heads, K kv heads, E head dim, U ranks that split the heads, R
 row-parallel size; `query` and `key` are the numbers of heads on one rank after the exchange (HeadLayout).
@@ -51,8 +51,8 @@ class HeadExchange:
     Nothing records a graph, except `my_columns`.
 
     Args:
-        tensors: the parts of each tensor. The part with most heads holds query or value heads; another one has as many,
-            or fewer, each of which serves several of these.
+        tensors: the parts of each tensor. The part with the most heads holds queries or values. Another part may have
+            fewer; each of its heads then serves several of those.
         has_queries: whether the first tensor, which has one part, holds the queries of softmax attention: its rows go
             to the ranks of this rank's row set alone, and so does the output.
     """
@@ -200,8 +200,8 @@ class HeadExchange:
     def _arcs(self, buffer: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Yield the packed rows of every arc and its part [rows, columns] of a buffer, without queries."""
         held = [*chain(*self.plan.row_sets)]  # the packed rows of all ranks, in their order
-        for row_set, region in enumerate(self._regions(buffer)):
-            first = row_set * self.set_rows
+        for number, region in enumerate(self._regions(buffer)):
+            first = number * self.set_rows
             arcs = rows_between(held, first, first + self.set_rows)
             rows = region[..., -self.key_columns :].flatten(0, 1)
             for (a, b), part in zip(arcs, rows.split([b - a for a, b in arcs])):

@@ -85,8 +85,8 @@ class Question(NamedTuple):
     samples: the answers of run.samples, which every language model of the run gives.
     recompute: the level that is asked for, or "auto".
     weights: "sharded" over all ranks, "resident" on each, or "auto" for the faster of those that fit.
-    offload: "none"; "auto" moves the fewest layers with which the GPU suffices or, if it never does, as many as the
-        host holds.
+    offload: "none"; "auto" moves the inputs of layers where that is faster than to compute more again or, if the GPU
+        never suffices, as many as the host holds.
     moment_bytes: of AdamW's two moments of a trained parameter.
     others: frozen models that the run holds as well.
     teacher: the one of `others` whose logits are compared with the trained model's.

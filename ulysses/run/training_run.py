@@ -293,11 +293,9 @@ class TrainingRun:
         Args:
             signals: may ask the run to stop; a program that has its own loop has its own handlers, too.
         """
-        if self.is_logged:
-            return
-        self.is_logged = True
+        is_first, self.is_logged = not self.is_logged, True
         trainer, run, folder = self.trainer, self.config.run, self.config.output
-        if self.mesh.is_main:
+        if is_first and self.mesh.is_main:
             settings = {"run_id": self.run_id, **trainer.description["config"]}
             # run.wandb names a project, and asks for the tracker too
             project = run.wandb or run.project
@@ -307,7 +305,7 @@ class TrainingRun:
             self.resources.callback(self.log.close)
         if signals:  # after the trackers, which may catch them too
             self.resources.enter_context(self.watch.signals())
-        if run.samples:
+        if is_first and run.samples:
             from ulysses.run.samples import Samples
 
             samples = Samples(trainer, self.inputs, self.eval_data, self.log)
