@@ -1,7 +1,9 @@
 """Trajectories from outside: rows of files and of a program train as the rollout that they were saved from."""
 
 import json
+import math
 import signal
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +20,7 @@ from tests.sampling_server import SamplingServer, load
 from ulysses.config.section import UserCodeError
 from ulysses.disk import DiskError
 from ulysses.plan.planner import planned_step
+from ulysses.rl.ppo import PpoStage
 from ulysses.run.training_run import TrainingRun
 
 USUAL = """
@@ -170,6 +173,23 @@ def what_is_refused(run, rows):
     assert maker.rollout is rollout and trainer.step == 1
     run.sample([[5]])
     assert maker.rollout is rollout and trainer.step == 4
+    trainer.best, trainer.run = (
+        [2, 1.5],
+        trainer.run.model_copy(update={"patience": 2, "eval_every": 1}),
+    )
+    with pytest.raises(
+        ValueError, match="ended at step 4, because eval/loss .* step 2 in 2 ev"
+    ):
+        run.learn(rows)
+    # a step that is not finite is said to have trained its part of the rollout
+    stage, trainer.best = trainer.stage, None
+    stage.losses = lambda *batch: [
+        term._replace(value=term.value * math.nan) for term in PpoStage.losses(stage, *batch)
+    ]
+    with pytest.raises(
+        FloatingPointError, match=r"; examples \[\d+(, \d+)*\] ... of rollout 1"
+    ):
+        run.learn(rows)
     return whole, trained
 
 
@@ -185,14 +205,17 @@ def loses_its_log(run, rows):
     """The step after the log could not be written is the last one."""
     run.sample([[5]])
     (Path(run.config.run.output) / "metrics.jsonl").unlink()
-    with pytest.raises(InterruptedError, match="asked to stop, and has saved step 2"):
+    stops = pytest.raises(InterruptedError, match="asked to stop, and has saved step 2")
+    with nullcontext() if run.trainer.total_steps == 2 else stops:
         run.learn(rows)
     with pytest.raises(DiskError, match="metrics.jsonl"):
         run.resources.close()
 
 
-def test_a_program_is_stopped_when_its_log_cannot_be_written(tmp_path):
-    words = from_rows(tmp_path, "--run.steps 4 --run.save_last false")
+@pytest.mark.parametrize("steps", [4, 2])
+def test_a_program_is_stopped_when_its_log_cannot_be_written(tmp_path, steps):
+    """Unless its last step is taken."""
+    words = from_rows(tmp_path, f"--run.steps {steps} --run.save_last false")
     run_distributed(train, 1, words, loses_its_log, saved(), cpu=True)
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-2"]
 

@@ -17,7 +17,7 @@ import torch
 
 from examples import calculator
 from tests import ROOT
-from tests.harness import PATIENCE
+from tests.harness import PATIENCE, until
 from tests.tiny_tokenizer import made_tokenizer
 from ulysses.config.section import UserCodeError
 from ulysses.config.stage_sections import PpoSection
@@ -518,6 +518,28 @@ def answered(url, key, length):
     with socket.create_connection((parts.hostname, parts.port), PATIENCE) as client:
         client.sendall(head.encode())
         return client.makefile().readline()
+
+
+def test_a_byte_behind_a_request_costs_no_turn(tokenizer):
+    """Some clients end a body with a line's end."""
+
+    def posts(url, key, calls):
+        parts, body = urlsplit(url), b'{"messages": [{"role": "user", "content": "a"}]}'
+        head = f"POST {parts.path}/chat/completions HTTP/1.0\r\nAuthorization: Bearer {key}\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection((parts.hostname, parts.port), PATIENCE) as client:
+            client.sendall(head.encode() + body)
+            until(calls)
+            client.sendall(b"\r\n")
+            return client.makefile().readline()
+
+    async def asks(row, model):
+        given = model.base_url, model.api_key, lambda: model.calls
+        assert " 200 " in await asyncio.to_thread(posts, *given)
+        return 1.0
+
+    [one], _ = run(tokenizer, asks, "used", pause=0.5)
+    assert shown(tokenizer, one).endswith("[used<|im_end|>]")
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0])

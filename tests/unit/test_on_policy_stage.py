@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ulysses.config.command_line import check
+from ulysses.config.command_line import check, contradictions
 from ulysses.options import stage_of
 from ulysses.parallel.batch import Sequence
 from ulysses.rl.on_policy import OnPolicyStage, prompt_of
@@ -25,6 +25,14 @@ from ulysses.stages.distill import DistillStage
 def test_a_prompt_ends_where_the_last_answer_begins(weights, prompt):
     row = Sequence(np.arange(len(weights)), np.array(weights, np.float32))
     assert prompt_of(row) == [*range(prompt)]
+
+
+def test_a_setting_that_is_not_read_is_told_once():
+    ppo = {"max_episode_tokens": 200, "gamma": 0.5, "rollouts_ahead": 1, "sampler_sync": "gloo"}
+    tables = {"distill": {"teacher": "m", "on_policy": 0.5}, "ppo": ppo}
+    config = check({"stage": "distill", **tables})
+    said = "\n".join(contradictions(config, stage_of(config)))
+    assert [said.count(f"ppo.{name}") for name in ppo] == [1] * len(ppo)
 
 
 def test_sampled_answers_are_planned_for():

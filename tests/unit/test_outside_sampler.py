@@ -272,6 +272,35 @@ def test_what_a_server_was_asked_that_has_ended_another_one_is_asked(tmp_path, s
         found.sample(PROMPTS)
 
 
+@pytest.mark.parametrize("end", ["when it has the weights", "after the last answer"])
+def test_without_a_server_that_ends_between_two_requests_the_others_serve(
+    tmp_path, server, end
+):
+    with closing(SamplingServer()) as other:
+        addresses, said = [f"vllm+{one.address}" for one in (server, other)], []
+        found, left, reply = sampler(tmp_path, *addresses), [*PROMPTS], other.reply
+        found.say = said.append
+
+        def renew():
+            left.pop()
+            if not left:
+                other.close()
+
+        def ends(path, body):
+            if path == "/reset_prefix_cache":  # the last call of those that bring weights
+                other.close()
+            return reply(path, body)
+
+        if end == "after the last answer":
+            found.renew = renew
+        else:
+            other.reply = ends
+        found.synchronise()
+        assert len(found.sample(PROMPTS)) == 3 and found.serving == addresses[:1]
+    [warning] = said
+    assert "failed (ConnectError" in warning and other.address in warning
+
+
 def test_servers_that_were_lost_by_different_ranks_leave_none(tmp_path, server, monkeypatch):
     addresses = [f"{dialect}+{server.address}" for dialect in ("vllm", "sglang")]
     lost = [({one: LostError(f"{one} is away")}, True, {}) for one in addresses]
@@ -308,6 +337,8 @@ def test_a_server_that_was_started_again_between_two_exports_is_asked_no_more(
         found = sampler(tmp_path, *addresses, sampler_sync_every=3)
         found.synchronise(0)
         server.start_again()
+        with pytest.raises(ValueError, match=f"{server.address} holds other weights than it"):
+            found.sample(PROMPTS)
         found.synchronise(1)
         assert found.serving == addresses[1:] and len(found.sample(PROMPTS, 1)) == 3
         other.start_again()

@@ -286,11 +286,14 @@ def test_every_pass_takes_every_answer_once_in_new_minibatches(monkeypatch):
     steps = RolloutSteps(maker("epochs=2 minibatches=3"), prompts)
     monkeypatch.setattr(steps.maker, "make", make)
     assert steps.steps_per_epoch == 3 * 6  # 25 prompts are 3 rollouts, the last of 5
-    orders = []
+    stage, orders = PpoStage(Config(stage="ppo"), maker=steps.maker), []
     for k in range(18):
         served = [example.index for each in steps.step(0, k) for example in each]
         orders.append(steps.indices(0, k))
         assert sorted(served) == sorted(orders[-1])
+        # what the sentence says about a step that is not finite
+        said = stage.trained_examples(prompts, k)
+        assert said == f"examples {orders[-1]} ... of rollout {k // 6}"
     assert made == [0, 1, 2]
     for first, count in zip(range(0, 18, 3), (10, 10, 10, 10, 5, 5)):
         minibatches = orders[first : first + 3]

@@ -10,6 +10,7 @@ the policy would be trained as if it had not.
 import asyncio
 import json
 import secrets
+import socket
 import sys
 import time
 from concurrent.futures import CancelledError
@@ -102,12 +103,25 @@ class Endpoint(ThreadingHTTPServer):
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
 
         async def chat() -> Turn:
+            client, task = request.connection, asyncio.current_task()
+
+            def cancel_if_gone() -> None:
+                try:
+                    # a connection is for one request, and what a client sends after it is passed over
+                    has_gone = not client.recv(4096, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    has_gone = False
+                except OSError:
+                    has_gone = True
+                if has_gone:
+                    task.cancel()
+
             # a client that gives up closes its connection, and an answer that nobody reads is not trained
-            self.loop.add_reader(request.connection, asyncio.current_task().cancel)
+            self.loop.add_reader(client, cancel_if_gone)
             try:
                 return await model.chat(body["messages"], body.get("tools") or (), limit)
             finally:
-                self.loop.remove_reader(request.connection)
+                self.loop.remove_reader(client)
 
         try:
             turn = asyncio.run_coroutine_threadsafe(chat(), self.loop).result()

@@ -48,7 +48,11 @@ class OnPolicyStage(DistillStage):
     @property
     def unread(self) -> dict[str, tuple[str, ...]]:
         others = "stage 'distill' reads only the settings of sampling of ppo; remove these"
-        return {**unread_settings(self.config.ppo), others: NOT_OF_SAMPLING}
+        found = {others: NOT_OF_SAMPLING}
+        for reason, names in unread_settings(self.config.ppo).items():
+            # its other names are among NOT_OF_SAMPLING
+            found[reason] = tuple(name for name in names if name.startswith("ppo.sampler_"))
+        return found
 
     def check(self) -> Iterator[str]:
         yield from super().check()

@@ -67,6 +67,10 @@ INFO_SECONDS = 60.0  # for what a server tells of itself
 FLOAT32_GAP, MOST_GAP = 1e-2, 0.2
 
 
+class OtherWeightsError(LostError):
+    """A server holds other weights than it was given."""
+
+
 @dataclass
 class OutsideSampler:
     """Ask servers for completions.
@@ -153,7 +157,9 @@ class OutsideSampler:
             for address in self.serving if self.main else ():
                 self._reload(address)
         if self.is_current and self.main:
-            self.marks = {address: self._mark(address) for address in self.serving}
+            self.marks = {}
+            for address in self.serving:
+                self._look(address, self._remember_mark)
         # no process asks a server before all servers have the new weights, nor one that any process has lost
         of_ranks = gather((self.lost, self.compared, self.marks))
         for lost, compared, _ in of_ranks:
@@ -174,13 +180,19 @@ class OutsideSampler:
         kind = address.partition("+")[0]
         return [_at(self._call(address, path), *keys) for path, *keys in MARKS[kind]]
 
+    def _remember_mark(self, address: str) -> None:
+        self.marks[address] = self._mark(address)
+
     def _check_mark(self, address: str) -> None:
-        """Raise LostError if a server was started again, or given weights by others, since it got these."""
+        """Raise OtherWeightsError if a server was started again, or given weights by others, since it got these.
+
+        Raises LostError if it takes no requests.
+        """
         if address not in self.marks:
             return
         for old, new in zip(self.marks[address], self._mark(address), strict=True):
             if None not in (old, new) and old != new:
-                raise LostError(
+                raise OtherWeightsError(
                     f"{address} holds other weights than it was given ({new!r:.100} in place of {old!r:.100}): it was "
                     "started again, or serves another run, too; continue with --run.resume auto"
                 )
@@ -308,7 +320,12 @@ class OutsideSampler:
                     del asked[answer]
                     unasked.append(request)
         for address in self.serving:
-            self._check_mark(address)
+            try:
+                self._check_mark(address)
+            except OtherWeightsError:  # which of its answers come from them cannot be told
+                raise
+            except LostError as error:
+                self._lose(address, error)
 
     def close(self) -> None:
         """Let a call of `sample` in another thread end soon, without asking for more."""

@@ -251,6 +251,11 @@ class PpoStage(ReferencedStage):
         """Return what a step reads of its rollout, which is made first, unless it is the current one."""
         return super().read(RolloutSteps(self.maker, source, self.total_steps(source)), step)
 
+    def trained_examples(self, source: StepLoader, step: int) -> str:
+        steps = RolloutSteps(self.maker, source)
+        numbers = steps.indices(*divmod(step, steps.steps_per_epoch))
+        return f"examples {numbers[:8]} ... of rollout {self.maker.rollout.number}"
+
     # ---------------------------------------------------------------- the loss
 
     def normalisers(self, batch: ShardedBatch) -> dict[Normaliser, Tensor | float]:

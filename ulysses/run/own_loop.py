@@ -60,7 +60,8 @@ def learn(trainer: Trainer, rows: Sequence[Mapping[str, object]]) -> Metrics:
     Args:
         rows: like those in the files of `ppo.sampler = "rows"`.
 
-    Raises ValueError for a row that cannot be trained on, and where groups or `run.steps` are too few for all steps.
+    Raises ValueError for a row that cannot be trained on, where groups or `run.steps` are too few for all steps, and
+    where `run.patience` has ended the run.
     """
     stage = ppo_stage(trainer)
     maker, per_rollout = stage.maker, stage.table.steps_per_rollout
@@ -75,8 +76,13 @@ def learn(trainer: Trainer, rows: Sequence[Mapping[str, object]]) -> Metrics:
         given.append(columns["given"])
     if fault := unfit_advantages(np.array(given), stage.table):
         raise ValueError(fault)
+    if trainer.finished and trainer.step < trainer.total_steps:
+        raise ValueError(
+            f"the run has ended at step {trainer.step}, because eval/loss was not below that of step {trainer.best[0]} "
+            f"in {trainer.run.patience} evaluations (run.patience)"
+        )
     left = trainer.total_steps - trainer.step - -trainer.step % per_rollout
-    if len(groups) < stage.table.minibatches or left < per_rollout or trainer.finished:
+    if len(groups) < stage.table.minibatches or left < per_rollout:
         raise ValueError(
             f"there are {len(groups)} groups for {stage.table.minibatches} minibatches, and run.steps leaves "
             f"{max(0, left)} steps for the {per_rollout} of a rollout"
@@ -99,12 +105,13 @@ def finish_rollout(trainer: Trainer) -> None:
 def take_steps(trainer: Trainer, count: int) -> Metrics:
     """Take steps, evaluate, log and save as configured, and return the metrics of the last one.
 
-    Raises InterruptedError, with a checkpoint saved, if the run was asked to stop, as when its log cannot be written.
+    Raises InterruptedError, with a checkpoint saved, if the run was asked to stop before its last step, as when its log
+    cannot be written.
     """
     metrics = trainer.metrics
     for _ in range(count):
         metrics = trainer.advance()
-        if trainer.stop_requested:
+        if trainer.stop_requested and trainer.step < trainer.total_steps:
             raise InterruptedError(
                 f"the run was asked to stop, and has saved step {trainer.step}"
             )

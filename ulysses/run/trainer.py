@@ -256,11 +256,8 @@ class Trainer:
         )
         report = self.policies.apply(gradients, context)
         if context.stop:
-            load = self.step // self.stage.requirements.steps_per_load
-            position = divmod(load, self.loader.steps_per_epoch)
-            raise FloatingPointError(
-                f"{context.stop}; examples {self.loader.indices(*position)[:8]} ... of the data"
-            )
+            trained = self.stage.trained_examples(self.loader, self.step)
+            raise FloatingPointError(f"{context.stop}; {trained}")
         lr = context.lr * context.lr_scale
         if context.skip or not values["tokens"]:
             self.engine.skip_step()

@@ -5,7 +5,8 @@ ulysses/config/stage_sections.py. Other files get the stage from ulysses/options
 
 before the run     check, unread, check_tokenizer, check_data, check_resumed, requirements, exported_config
 construction       build, extend_data, show_rollouts, total_steps
-every step         read, before_step, normalisers, losses, finalise_metrics, after_step; at the first check_first_step
+every step         read, before_step, normalisers, losses, finalise_metrics, after_step; at the first check_first_step;
+                   trained_examples, if it fails
 now and then       evaluate; save and load, of a stage with a state of its own
 """
 
@@ -306,6 +307,11 @@ class Stage:
             packed = [sequence for example in examples for sequence in self.sequences(example)]
             trained.append(pack_shard(packed, self.mesh, self.model.device))
         return StepBatches(trained)
+
+    def trained_examples(self, source: StepLoader, step: int) -> str:
+        """Return in words which examples a step trains, for the error of a step that is not finite."""
+        numbers = source.indices(*divmod(step, source.steps_per_epoch))
+        return f"examples {numbers[:8]} ... of the data"
 
     def sequences(self, example: Example) -> list[Sequence]:
         """Return the example's sequences as they are packed, each with the example's numbers."""
