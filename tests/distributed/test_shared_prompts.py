@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.data_case import sharing
 from tests.distributed.test_attention import compare
-from tests.harness import device, need_gpus, run_distributed
+from tests.harness import device, full, need_gpus, run_distributed
 from tests.unit.test_kernels import gpu_kernels
 from tests.unit.test_layout import simulated_mesh
 from ulysses import ParallelMesh, Sequence, UlyssesAttention, pack_shard
@@ -56,7 +56,7 @@ def embed(table, tokens, positions):
     return table[tokens] * (1 + torch.cos(positions.double())).to(table.dtype)[:, None, None]
 
 
-def formula(heads, head_dim=E, scale=1):
+def formula(heads, head_dim=E, scale=1, window=None):
     """Summed sines of all trained rows, weighted by their targets, and the tables' gradients; sequence by sequence."""
     whole = tables((heads[0], *heads[1:] * 2), head_dim, torch.float64)
     found = [x.detach().cpu().requires_grad_() for x in whole]
@@ -64,7 +64,9 @@ def formula(heads, head_dim=E, scale=1):
     for given in (s for tree in trees(scale) for s in tree):
         positions = torch.arange(len(given.tokens))
         q, k, v = (embed(x, given.tokens, positions).transpose(0, 1)[None] for x in found)
-        out = sdpa(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+        age = positions[:, None] - positions
+        seen = (age >= 0) & (age < (window or len(age)))
+        out = sdpa(q, k, v, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1)
         trained = given.loss_weights[1:] != 0
         loss = loss + (out[:-1].sin() * given.tokens[1:, None, None])[trained].sum()
     return [loss.detach(), *torch.autograd.grad(loss, found)]
@@ -78,14 +80,15 @@ def on_ranks(
     dtype=torch.float64,
     head_dim=E,
     scale=1,
+    window=None,
 ):
     """The same from packs on all ranks; the loss and the gradients are summed over the group."""
-    mesh = ParallelMesh(sp, num_heads=heads[0])
+    mesh = ParallelMesh(sp, num_heads=heads[0], windows=[window])
     given = [sharing(tree, i) if shared else tree for i, tree in enumerate(trees(scale))]
     packed = [s for tree in given for s in tree]
     batch = pack_shard(packed, mesh, device())
     found = tables((heads[0], *heads[1:] * 2), head_dim, dtype)
-    attention = UlyssesAttention(mesh, *heads, head_dim, kernel=kernel)
+    attention = UlyssesAttention(mesh, *heads, head_dim, kernel=kernel, window=window)
     q, k, v = (embed(x, batch.tokens, batch.positions) for x in found)
     out = attention(q, k, v, plan=batch.attention_plan)
     trained = batch.loss_weights != 0
@@ -109,6 +112,22 @@ def test_shared_prompts_are_the_separate_sequences(sp):
     for heads, (got, packed) in zip(cases, run_distributed(many, sp, sp, cases)[0]):
         compare(got, formula(heads), 1e-12)
         assert packed == tokens - (19 + 12 + 12) - 6 - 6
+
+
+def windows_of(sp, cases, windows):
+    return {w: many(sp, cases, window=w) for w in windows}
+
+
+@pytest.mark.parametrize("world, sp", [(1, 1), (3, 3), *full((2, 2), (4, 4), (4, 2))])
+def test_windows_cut_shared_prompts_as_they_cut_separate_sequences(world, sp):
+    """Windows that end inside an answer, inside a prompt, at its first token and before it."""
+    cases, windows = [(4, 2), (3, 1)], [1, 2, 6, 12, 20, 21, 24, 27, 29, 40]
+    for window, results in run_distributed(windows_of, world, sp, cases, windows)[0].items():
+        for heads, (got, _) in zip(cases, results):
+            wanted = formula(heads, window=window)
+            floor = [max(float(x.norm()), 1) for x in wanted]  # dq is 0 under a window of 1
+            for a, b, size in zip(got, wanted, floor):
+                assert float((a - b).norm()) < 1e-12 * size, window
 
 
 def test_results_are_joined_in_parts(monkeypatch):
