@@ -63,6 +63,11 @@ def test_full_product(stage, options, world, sp, budget, seed) -> None:
     check(stage, options, world, sp, budget, seed)
 
 
+@pytest.mark.parametrize("recompute", ["block", "keep_attention"])
+def test_recompute_level_changes_nothing(recompute: str) -> None:
+    compared(Case("sft", sp=2, recompute=recompute), 2)
+
+
 def test_bfloat16_error_is_that_of_one_rank() -> None:
     """Against the float32 gradient, at most 1.5 times the error of one bfloat16 process."""
     exact = formula(Case("sft"))[1]
@@ -78,10 +83,13 @@ def test_bfloat16_error_is_that_of_one_rank() -> None:
         assert many <= 1.5 * one, (world, sp, many, one)
 
 
+@pytest.mark.parametrize("world, sp", [(1, 1), (4, 2)])
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
-def test_evaluation_weighs_tokens_and_pairs_like_training(stage: str) -> None:
+def test_evaluation_weighs_tokens_and_pairs_like_training(
+    stage: str, world: int, sp: int
+) -> None:
     loss, *_ = formula(Case(stage, examples=11))
-    for found in evaluated(Case(stage, sp=2), 4):
+    for found in evaluated(Case(stage, sp=sp), world):
         assert found["eval/loss"] == pytest.approx(loss, rel=1e-5)
 
 

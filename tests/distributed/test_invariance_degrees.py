@@ -1,8 +1,8 @@
 """THE invariance test where the degree does not divide the heads: ranks share heads and split query rows.
 
 Models with 3, 6 and 14 query heads on 2 to 4 processes; packs with one-token sequences and shards without a trained
-token. Every topology, stage, recompute level and kernel takes part once; the whole product is marked full. (PPO:
-test_ppo.py.)
+token. SFT or DPO on every topology, the other stages on one or two, with changing recompute levels and kernels; the
+whole product is marked full. (PPO: test_ppo.py.)
 """
 
 from dataclasses import replace
@@ -40,14 +40,21 @@ TOPOLOGIES = {
 LEVELS = ("none", "block", "keep_attention")
 SAMPLED = [
     ("sft", "6/2 2x2", "none", "reference"),
+    ("sft", "14/2 2x2", "block", "auto"),
     ("sft", "3/1 1x4", "keep_attention", "reference"),
+    ("sft", "3/1 1x2 dp 2", "block", "reference"),
+    ("sft", "4/2 1x3", "none", "auto"),
     ("sft", "6/2 3x1", "keep_attention", "auto"),
-    ("dpo", "14/2 2x2", "block", "auto"),
+    ("dpo", "6/2 2x2", "keep_attention", "auto"),
+    ("dpo", "14/2 2x2", "keep_attention", "reference"),
     ("dpo", "3/1 1x2", "none", "reference"),
+    ("dpo", "3/1 1x4", "block", "auto"),
+    ("dpo", "6/2 2x2 dim 64", "none", "reference"),
     ("dpo", "4/2 1x3", "block", "auto"),
     ("pt", "6/2 2x2 dim 64", "block", "reference"),
     ("rm", "14/2 2x2", "keep_attention", "reference"),
-    ("kto", "3/1 1x2 dp 2", "block", "auto"),
+    ("kto", "6/2 2x2", "block", "auto"),
+    ("kto", "3/1 1x4", "keep_attention", "reference"),
 ]
 
 
@@ -94,9 +101,14 @@ def test_norms_of_heads_and_yarn(
 @pytest.mark.parametrize(
     "stage, world, sp, level",
     [
+        ("sft", 1, 1, "none"),
         ("dpo", 2, 2, "keep_attention"),
         ("sft", 3, 3, "block"),
         ("kto", 4, 2, "none"),
+        ("sft", 4, 4, "keep_attention"),
+        ("rm", 2, 2, "block"),
+        ("distill", 2, 2, "none"),
+        *full(("pt", 2, 1, "keep_attention")),
     ],
 )
 def test_experts(stage: str, world: int, sp: int, level: str) -> None:

@@ -1,6 +1,5 @@
 """Log-probabilities, gradients and scores equal transformers' classes of every family on tiny random models."""
 
-from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -115,11 +114,7 @@ def assert_equal_gradients(model: Any, twin: Any) -> None:
         assert error < 1e-5, (name, float(error))
 
 
-# with the newest transformers test_families.py compares the families, at every memory level
-NEWEST = version("transformers") >= "5"
-
-
-@pytest.mark.parametrize("kind", [kind for kind in RAW if not (NEWEST and kind in FAMILIES)])
+@pytest.mark.parametrize("kind", RAW)
 def test_logprobs_and_gradients(kind: str) -> None:
     model = filled(CausalLM(ModelConfig.from_hf(RAW[kind])))
     twin = hf_twin(model, RAW[kind])

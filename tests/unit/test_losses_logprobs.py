@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from losses import LogProbs, linear_logprobs
-from tests import rows_of
 
 M, D, V = 11, 6, 17
 
@@ -82,6 +81,32 @@ def test_each_output_alone_has_exact_gradients(which):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("flags", [{}, {"entropy": True}, {"lse": True, "mean_logit": True}])
+def test_gradcheck(flags):
+    hidden, weight, targets = inputs(5, 3, 7, seed=3)
+    assert torch.autograd.gradcheck(
+        lambda h, w: tuple(
+            t
+            for t in linear_logprobs(h, w, targets, tile_rows=2, temperature=1.3, **flags)
+            if t is not None
+        ),
+        (hidden, weight),
+    )
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25, 1 / 64])
+def test_weight_gradient_follows_the_upstream_scale(scale):
+    hidden, weight, targets = inputs(seed=4)
+    unscaled = torch.autograd.grad(
+        -linear_logprobs(hidden, weight, targets).logps.sum(), [hidden, weight]
+    )
+    scaled = torch.autograd.grad(
+        -linear_logprobs(hidden, weight, targets).logps.sum() * scale, [hidden, weight]
+    )
+    for a, b in zip(scaled, unscaled):
+        torch.testing.assert_close(a, b * scale, rtol=1e-12, atol=0)
+
+
 def test_no_rows_still_connect_both_inputs():
     hidden, weight, targets = inputs(0, ignored=())
     out = linear_logprobs(hidden, weight, targets, entropy=True)
@@ -89,6 +114,22 @@ def test_no_rows_still_connect_both_inputs():
     (out.logps.sum() + out.entropy.sum()).backward()
     assert hidden.grad.shape == (0, D) and torch.equal(
         weight.grad, torch.zeros(V, D, dtype=torch.float64)
+    )
+
+
+def test_ignored_targets_give_zero_value_and_gradient():
+    hidden, weight, targets = inputs()
+    targets.fill_(-100)
+    out = linear_logprobs(hidden, weight, targets)
+    assert torch.equal(out.logps, torch.zeros(M, dtype=torch.float64))
+    out.logps.sum().backward()
+    assert not hidden.grad.any() and not weight.grad.any()
+
+
+def test_one_token():
+    hidden, weight, targets = inputs(1, ignored=())
+    torch.testing.assert_close(
+        linear_logprobs(hidden, weight, targets).logps, naive(hidden, weight, targets).logps
     )
 
 
@@ -108,6 +149,17 @@ def test_huge_logits_stay_finite():
         .gather(1, targets[:, None])[:, 0]
     )
     torch.testing.assert_close(out.logps.double(), exact, rtol=1e-6, atol=2e-2)
+
+
+def test_tile_size_changes_nothing_beyond_rounding():
+    hidden, weight, targets = inputs(64, 8, 50, torch.float64)
+    results = []
+    for rows in (1, 7, 64):
+        out = linear_logprobs(hidden, weight, targets, tile_rows=rows).logps
+        results.append((out, *torch.autograd.grad(out.sum(), [hidden, weight])))
+    for other in results[1:]:
+        for a, b in zip(results[0], other):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_bfloat16_inputs_keep_float32_log_probabilities():
@@ -241,6 +293,14 @@ def test_nll_and_its_gradients_equal_naive(tile_rows, temperature):
         want = torch.autograd.grad(theirs * upstream, [hidden, weight], retain_graph=True)
         for a, b in zip(got, want):
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+def test_gradcheck_of_nll():
+    hidden, weight, targets = inputs(5, 3, 7, seed=3)
+    options = {"loss_weights": random_weights(5), "tile_rows": 2, "temperature": 1.3}
+    assert torch.autograd.gradcheck(
+        lambda h, w: linear_logprobs(h, w, targets, **options).nll ** 2, (hidden, weight)
+    )
 
 
 def test_nll_of_tied_embeddings():
@@ -378,28 +438,38 @@ def test_logits_never_exist_whole():
     assert largest == 32
 
 
-# an argument that is given otherwise, and what is said
-REFUSED = r"""
-hidden=torch.zeros(2, 3, 4) => hidden is \[2, 3, 4\]
-targets=torch.zeros(3, dtype=torch.long) => must be int64 \[2\]
-targets=torch.zeros(2) => torch.float32
-targets=torch.tensor([0, 5]) => targets hold 5 but must lie in 0\.\.4
-targets=torch.tensor([0, -1]) => targets hold -1
-weight=torch.zeros(5, 4, dtype=torch.bfloat16) => one floating dtype
-temperature=0.0 => temperature is 0.0
-tile_rows=0 => tile_rows is 0
-tile_rows="big" => tile_rows is 'big'
-loss_weights=torch.ones(3) => loss_weights are \[3\] but must be \[2\]
-loss_weights=torch.ones(2), lse=True => gradient of nll alone; leave them out, or entropy, lse
-"""
-
-
-@pytest.mark.parametrize("change, message", rows_of(REFUSED))
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": torch.zeros(2, 3, 4)}, r"hidden is \[2, 3, 4\]"),
+        ({"targets": torch.zeros(3, dtype=torch.long)}, r"must be int64 \[2\]"),
+        ({"targets": torch.zeros(2)}, "torch.float32"),
+        ({"targets": torch.tensor([0, 5])}, r"targets hold 5 but must lie in 0\.\.4"),
+        ({"targets": torch.tensor([0, -1])}, "targets hold -1"),
+        ({"weight": torch.zeros(5, 4, dtype=torch.bfloat16)}, "one floating dtype"),
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"tile_rows": 0}, "tile_rows is 0"),
+        ({"tile_rows": "big"}, "tile_rows is 'big'"),
+        ({"loss_weights": torch.ones(3)}, r"loss_weights are \[3\] but must be \[2\]"),
+        (
+            {"loss_weights": torch.ones(2), "lse": True},
+            "gradient of nll alone; leave them out, or entropy, lse",
+        ),
+    ],
+)
 def test_bad_arguments_are_refused(change, message):
-    good = {"hidden": torch.zeros(2, 4), "weight": torch.zeros(5, 4)}
-    good["targets"] = torch.zeros(2, dtype=torch.long)
+    arguments = {
+        "hidden": torch.zeros(2, 4),
+        "weight": torch.zeros(5, 4),
+        "targets": torch.zeros(2, dtype=torch.long),
+    } | change
     with pytest.raises(ValueError, match=message):
-        linear_logprobs(**(good | eval(f"dict({change})")))
+        linear_logprobs(
+            arguments.pop("hidden"),
+            arguments.pop("weight"),
+            arguments.pop("targets"),
+            **arguments,
+        )
 
 
 @pytest.mark.gpu

@@ -18,7 +18,6 @@ from losses import (
     ld_dpo_weights,
     reward_loss,
 )
-from tests import rows_of
 
 SMOOTHED = {
     "sigmoid": 0.1,
@@ -131,11 +130,22 @@ def test_dpo_family_equals_its_equation(name, beta):
 
 
 @pytest.mark.parametrize("name", DPO_LOSS_TYPES)
+def test_dpo_family_gradients(name):
+    logps, nw, nl = batch(3, seed=1)
+    for t in logps[:2]:
+        t.requires_grad_()
+    e = SMOOTHED.get(name, 0.0)
+    assert torch.autograd.gradcheck(
+        lambda w, q: call(name, [w, q, *logps[2:]], nw, nl, 0.3, e)[0], logps[:2]
+    )
+
+
+@pytest.mark.parametrize("name", DPO_LOSS_TYPES)
 @pytest.mark.parametrize(
-    "point", [(1e4, -1e4), (-1e4, 1e4), (-1e4, -1e4), (-1.0, -1.0), (0.0, 0.0), (-7.0, -4.0)]
+    "point", [(1e4, -1e4), (-1e4, 1e4), (-1e4, -1e4), (-1.0, -1.0), (0.0, 0.0)]
 )
 def test_dpo_family_at_the_limits(name, point):
-    """Huge margins either way, an equal pair, and a usual one: float32 value and gradient are the equation's."""
+    """Huge margins either way, and an equal pair: float32 value and gradient are the equation's."""
     near_one = -(2.0**-10) if name == "orpo" else 0.0  # ORPO has no value at probability 1
     point = [min(x, near_one) if name in REFERENCE_FREE else x for x in point]
     e, zero, one = SMOOTHED.get(name, 0.0), torch.zeros(1), torch.ones(1)
@@ -282,32 +292,39 @@ def test_ld_dpo_weights():
 
 
 ONE = torch.zeros(1)
-# the arguments, and what is said
-REFUSED = r"""
-loss_type="sigmod" => did you mean 'sigmoid'
-loss_type="cdpo" => 'sigmoid' with label_smoothing
-loss_type="kto_pair" => use kto_loss
-loss_type=["sigmoid", "sft"] => or set dpo.sft_weight
-loss_type=["sigmoid", "hinge"], loss_weights=[1.0] => names 2 losses and loss_weights has 1
-loss_type=[] => names 0 losses
-loss_type=["hinge", "ipo_sum"], label_smoothing=0.1 => has none
-policy_chosen_logps=torch.zeros(1, 3) => shapes \[\[1, 3\], \[1\].* sums over the tokens of each
-reference_chosen_logps=torch.zeros(()) => every pair needs one of each
-policy_rejected_logps=torch.zeros(2) => every pair needs one of each
-beta=0.0 => beta is 0.0
-label_smoothing=0.5 => below 0.5
-label_smoothing=0.1, loss_type="hinge" => 'hinge' has none
-loss_type="exo_pair" => infinite at label_smoothing 0
-loss_type="ipo" => pass chosen_lengths and rejected_lengths
-reference_chosen_logps=None => needs reference_chosen_logps
-f_divergence="js", loss_type="ipo_sum" => f_divergence is 'js'
-f_divergence="kl" => must be one of reverse_kl
-f_divergence="alpha", f_alpha=1 => set f_divergence to 'reverse_kl'
-loss_type="discopop", discopop_tau=2.0 => discopop_tau is 2.0
-"""
 
 
-@pytest.mark.parametrize("arguments, message", rows_of(REFUSED))
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"loss_type": "sigmod"}, "did you mean 'sigmoid'"),
+        ({"loss_type": "cdpo"}, "'sigmoid' with label_smoothing"),
+        ({"loss_type": "kto_pair"}, "use kto_loss"),
+        ({"loss_type": ["sigmoid", "sft"]}, "or set dpo.sft_weight"),
+        (
+            {"loss_type": ["sigmoid", "hinge"], "loss_weights": [1.0]},
+            "names 2 losses and loss_weights has 1",
+        ),
+        ({"loss_type": []}, "names 0 losses"),
+        ({"loss_type": ["hinge", "ipo_sum"], "label_smoothing": 0.1}, "has none"),
+        (
+            {"policy_chosen_logps": torch.zeros(1, 3)},
+            r"shapes \[\[1, 3\], \[1\].* sums over the tokens of each",
+        ),
+        ({"reference_chosen_logps": torch.zeros(())}, "every pair needs one of each"),
+        ({"beta": 0.0}, "beta is 0.0"),
+        ({"label_smoothing": 0.5}, "below 0.5"),
+        ({"label_smoothing": 0.1, "loss_type": "hinge"}, "'hinge' has none"),
+        ({"loss_type": "exo_pair"}, "infinite at label_smoothing 0"),
+        ({"loss_type": "ipo"}, "pass chosen_lengths and rejected_lengths"),
+        ({"reference_chosen_logps": None}, "needs reference_chosen_logps"),
+        ({"f_divergence": "js", "loss_type": "ipo_sum"}, "f_divergence is 'js'"),
+        ({"f_divergence": "kl"}, "must be one of reverse_kl"),
+        ({"f_divergence": "alpha", "f_alpha": 1}, "set f_divergence to 'reverse_kl'"),
+        ({"loss_type": "discopop", "discopop_tau": 2.0}, "discopop_tau is 2.0"),
+        ({"policy_rejected_logps": torch.zeros(2)}, "every pair needs one of each"),
+    ],
+)
 def test_dpo_refuses(arguments, message):
     base = dict.fromkeys(
         (
@@ -319,7 +336,7 @@ def test_dpo_refuses(arguments, message):
         ONE,
     )
     with pytest.raises(ValueError, match=message):
-        dpo_loss(**(base | eval(f"dict({arguments})")))
+        dpo_loss(**(base | arguments))
 
 
 # reward model

@@ -63,6 +63,25 @@ def test_a_tensor_of_another_shape_is_refused(name):
             assert str(other) in said and "\n" not in said and len(said) < 400
 
 
+def test_the_shapes_that_broadcast_silently():
+    three, four, five = torch.randn(3), torch.randn(4), torch.randn(5)
+    for name, given, sentence in (
+        (
+            "ppo_value_loss",
+            (three, three, torch.randn(3, 1)),
+            r"^values, old_values and returns with shapes \[\[3\], \[3\], \[3, 1\]\] will not do: they must have",
+        ),
+        ("kl_estimate", (four, torch.randn(4, 1)), r"shapes \[\[4\], \[4, 1\]\] will not do: they must have one"),
+        (
+            "kto_loss",
+            (three, three, five, three, three, torch.randn(1)),
+            r"shapes \[\[5\], \[1\]\] will not do: both must be sums",
+        ),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=sentence):
+            FUNCTIONS[name](*given)
+
+
 def test_every_function_has_its_shapes_in_its_docstring():
     for name, function in FUNCTIONS.items():
         said = inspect.getdoc(function) or ""

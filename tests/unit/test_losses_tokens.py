@@ -43,6 +43,19 @@ def test_token_nll_and_its_limits():
         weighted_sum(torch.zeros(2), torch.zeros(3))
 
 
+def test_micro_batches_add_up_to_the_whole():
+    logps, weights = (
+        torch.randn(12, dtype=torch.float64),
+        torch.rand(12, dtype=torch.float64).round(),
+    )
+    whole = token_nll(logps, weights)
+    for split in ([12], [5, 7], [1, 1, 10]):
+        parts = [token_nll(a, b) for a, b in zip(logps.split(split), weights.split(split))]
+        torch.testing.assert_close(
+            sum(p[0] for p in parts) / sum(p[1] for p in parts), whole[0] / whole[1]
+        )
+
+
 @pytest.mark.parametrize("e", [0.0, 0.1])
 def test_label_smoothing_equals_torch(e):
     hidden, weight = (
@@ -273,6 +286,18 @@ def test_kl_estimates():
     assert torch.isfinite(kl_estimate(torch.tensor([-1e4, 1e4]), torch.zeros(2), "k3")).all()
     with pytest.raises(ValueError, match="must be k1, k2 or k3"):
         kl_estimate(d, zero, "k4")
+
+
+def test_kl_estimates_agree_in_expectation():
+    """k1 and k3 estimate KL(p || q) from samples of p without bias."""
+    g = torch.Generator().manual_seed(0)
+    p, q = (torch.randn(8, generator=g, dtype=torch.float64).log_softmax(0) for _ in range(2))
+    sample = torch.multinomial(p.exp(), 200_000, True, generator=g)
+    exact = (p.exp() * (p - q)).sum().item()
+    for kind in ("k1", "k3"):
+        assert kl_estimate(p[sample], q[sample], kind).mean().item() == pytest.approx(
+            exact, abs=0.02
+        )
 
 
 def test_group_advantages():
