@@ -58,7 +58,7 @@ def test_every_shipped_configuration_can_be_planned(path, tmp_path, capsys, monk
     # recipes say for how many GPUs they are; the others leave it to the user
     described = re.search(r"(\d) GPUs? of (\d+) GiB", text)
     gpus, gib = described.groups() if described else ("1" if "(1 GPU)" in text else "8", "80")
-    line = f"--config {path} --dry-run --gpus {gpus} --gpu-memory {gib} --data.cache {tmp_path}"
+    line = f"--config {path} --dry-run --gpus {gpus} --gpu-memory {gib} --data.cache {tmp_path}/cache"
     line += f" --run.output {tmp_path}/run"  # there may be one of this configuration, of `make demo`
     if host := re.search(r"host of (\d+) GiB", text):
         line += f" --host-memory {host[1]}"
