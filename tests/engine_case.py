@@ -155,8 +155,15 @@ def ragged(data: ListDataset) -> ListDataset:
     return type(data)(data.kind, examples, {k: list(v) for k, v in data.columns.items()})
 
 
-# of another size, with three words that the student lacks
-TEACHER = replace(SHAPE, hidden_size=40, head_dim=10, num_hidden_layers=3, vocab_size=100)
+# of another size, with heads for every degree of the tests, and three words that the student lacks
+TEACHER = replace(
+    SHAPE,
+    hidden_size=40,
+    head_dim=10,
+    num_attention_heads=12,
+    num_hidden_layers=3,
+    vocab_size=100,
+)
 
 
 # What makes a stage's frozen models of (case, mesh), by their roles; the examples carry the reference's values, which
