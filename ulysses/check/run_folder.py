@@ -260,10 +260,13 @@ def write_run_state(path: Path, state: dict[str, object]) -> None:
     write_json(path / "run.json", state | {"digest": digest_of_value(state)})
 
 
+def restarts(run: RunSection) -> bool:
+    """Return whether torchrun may restart the run, which then continues its newest checkpoint."""
+    return run.resume == "never" and environment.may_restart()
+
+
 def resume_point(run: RunSection) -> Path | None:
     """Return the checkpoint that a run continues, or None if it begins anew.
-
-    A run that torchrun may restart continues its newest checkpoint, too.
 
     Raises ValueError for a folder that is not a complete checkpoint, and for checkpoints in the run folder that could
     later be taken for this run's own.
@@ -275,7 +278,7 @@ def resume_point(run: RunSection) -> Path | None:
             raise ValueError(
                 f"{path.absolute()} is in the way of a checkpoint and is none; move it away"
             )
-    if run.resume == "auto" or (run.resume == "never" and environment.may_restart()):
+    if run.resume == "auto" or restarts(run):
         chosen = next(reversed(saved), None)
     elif run.resume != "never":
         chosen = Path(run.resume)

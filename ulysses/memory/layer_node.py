@@ -74,7 +74,7 @@ class LayerNode(torch.autograd.Function):
     """Run a DecoderLayer of models/layers.py, hidden [S, D] -> [S, D], at its level `recompute`, which is not "none".
 
     What the level keeps goes to host memory if there is a `layer.offloader`. The gradients are those of ordinary
-    autograd. `parameters` are `layer.trained`. All ranks use the same level for a layer.
+    autograd. `parameters` are `layer.trained_parameters`. All ranks use the same level for a layer.
     """
 
     @staticmethod
