@@ -7,6 +7,7 @@ Drivers (max_length.py, small_models.py) start throughput.py under torchrun for 
 """
 
 import argparse
+import gc
 import json
 import os
 import re
@@ -118,8 +119,10 @@ def build(
 ) -> Bench:
     """Create mesh and engine as a run does for its longest packs, which have `tokens`; all ranks call it together.
 
+    As in a run, modules stay out of all later collections of garbage.
     Raises ConfigError where a run would refuse.
     """
+    gc.freeze()
     shape, _ = read_shape(config)
     degree = config.parallel.sequence_parallel_size
     mesh = ParallelMesh(degree, num_heads=shape.num_attention_heads, windows=shape.windows)
@@ -255,13 +258,7 @@ def measure(
     # what a rank's step really computes, as the planner counts it
     executed = sum(step_flops(choice)) * mesh.sequence_parallel_size
     limit, dtype = (device_peaks() or (None,))[0], getattr(torch, config.model.dtype)
-    kernel = resolve_kernel(
-        config.model.attention,
-        device,
-        dtype,
-        shape.head_dim,
-        num_documents=batch.attention_plan.num_documents,
-    ).name
+    kernel = resolve_kernel(config.model.attention, device, dtype, shape.head_dim).name
     return {
         "engine": "ours", "gpu": name, "stage": "sft",
         "arch": config.model.arch, "layers": shape.num_hidden_layers, "vocab_size": shape.vocab_size,
@@ -282,7 +279,8 @@ def wait(device: torch.device) -> None:
     """Wait for the device and for all ranks."""
     if device.type == "cuda":
         torch.cuda.synchronize()
-    dist.barrier()
+    if dist.get_world_size() > 1:
+        dist.barrier()
 
 
 def say(row: dict[str, Any], out: str = "") -> None:

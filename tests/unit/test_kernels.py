@@ -27,6 +27,8 @@ PACKS = {  # lengths of queries, lengths of keys
     "one": ([257],) * 2,
     "short": ([5, 1, 60],) * 2,
     "late rows": ([60, 1, 33], [200, 7, 33]),
+    "equal": ([64, 64, 64, 9],) * 2,
+    "equal late rows": ([64, 64], [200, 200]),
 }
 
 
@@ -80,9 +82,18 @@ def assert_near(kernel, found, wanted, tolerance):
 
 
 def check(
-    kernel, device, dtype, lengths, heads, head_dim, causal=True, short=False, window=None
+    kernel,
+    device,
+    dtype,
+    lengths,
+    heads,
+    head_dim,
+    causal=True,
+    short=False,
+    window=None,
+    packed=None,
 ):
-    options, packed = (causal, 0.3, window), document_bounds(lengths, device)
+    options, packed = (causal, 0.3, window), packed or document_bounds(lengths, device)
     if short:  # one tensor for queries and keys, as plans have it
         packed = packed._replace(cu_k=packed.cu_q)
     rows, keys = map(sum, lengths)
@@ -127,6 +138,39 @@ def test_reference_tiles_meet_the_keys_of_their_windows_alone(monkeypatch, windo
     )
     check("reference", "cpu", torch.float64, PACKS["ragged"], (6, 2), 8, window=window)
     assert max(shapes) == max(16, window)
+
+
+@pytest.mark.parametrize(
+    "lengths, is_worth",
+    [
+        ([1024] * 16, True),
+        ([1024] * 16 + [3], True),  # with a tail
+        ([1000] * 16, False),
+        ([16384 + 7], True),
+        ([16384 + 7, 20000, 9], True),
+        ([16384 + 7, 900], False),
+        ([256, 512, 256, 512, 256], False),
+        ([20], False),
+    ],
+)
+def test_cudnn_takes_documents_whose_plans_pay(lengths, is_worth):
+    packed = document_bounds((lengths,) * 2)
+    host = [packed.cu_q.tolist()] * 2
+    assert not kernels.is_worth_plans(packed)  # bounds on the device are not waited for
+    assert kernels.is_worth_plans(packed._replace(on_host=host)) == is_worth
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [([512] * 3 + [3],) * 2, ([256] * 2, [768] * 2)])
+@pytest.mark.parametrize("head_dim, heads", [(64, (7, 1)), (128, (8, 2)), (256, (4, 1))])
+def test_documents_of_one_length_are_a_batch_for_cudnn(head_dim, heads, lengths, causal):
+    packed = document_bounds(lengths, "cuda")
+    known = packed._replace(on_host=(packed.cu_q.tolist(), packed.cu_k.tolist()))
+    check("torch", "cuda", torch.bfloat16, lengths, heads, head_dim, causal, packed=known)
+    rows = torch.zeros(1, *heads[:1], head_dim, device="cuda", dtype=torch.half)
+    inputs = Inputs(rows, rows, rows, causal, 0.3)
+    assert kernels._kernel_for("torch", inputs, known) == "cudnn"
+    assert kernels._kernel_for("torch", inputs._replace(window=9), known) == "torch"
 
 
 @pytest.mark.parametrize("pack", ["short", "late rows"])
@@ -306,30 +350,23 @@ def test_auto_is_deterministic_where_asked(monkeypatch, warn_only, kernel, other
     """Without flash-attn; torch's own kernel looks at torch's switch, and ignores it where it only warns."""
     machine_without(monkeypatch, "flash4")
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    name, reason = choice(num_documents=1)
-    assert name == kernel and "cudnn's backward is not deterministic" in reason
+    assert choice().name == kernel
     with pytest.raises(ValueError, match=message):
         choice(other)
 
 
 def test_auto_takes_the_fastest_kernel_by_measured_speeds_and_says_why(monkeypatch):
     name, reason = choice(device="cpu", dtype=torch.float64, head_dim=7)
-    told = "fastest for float64, head dim 7; flash4 needs a GPU, the device is cpu; cudnn needs a GPU"
-    assert name == "torch" and reason.startswith(told)
+    told = "fastest for float64, head dim 7; flash4 needs a GPU, the device is cpu"
+    assert (name, reason) == ("torch", told)
     assert choice("reference", "cpu").reason == "as requested, for bfloat16, head dim 64"
     machine_without(monkeypatch)
     assert choice() == ("flash4", "fastest for bfloat16, head dim 64")
-    assert choice(num_documents=1).name == "flash4"
     assert [choice(head_dim=e).name for e in (16, 192, 256)] == ["torch", "flash4", "flash4"]
     assert choice(window=4096).name == "flash4"
     assert choice(dtype=torch.float32).name == "reference"
     machine_without(monkeypatch, "flash4")
-    found = [choice(num_documents=n).name for n in (1, 2, 3, None)]
-    assert found == ["cudnn", "cudnn", "torch", "torch"]
-    name, reason = choice(num_documents=1, window=4096)
-    assert name == "torch" and "cudnn has no sliding window" in reason
-    machine_without(monkeypatch, capability=10)
-    assert choice(head_dim=256, num_documents=1).name == "torch"
+    assert choice().name == choice(window=4096).name == "torch"
 
 
 REFUSED = """

@@ -154,7 +154,6 @@ class _Recorded:
         self.plan = replace(
             plan,
             cu_seqlens=[0, rows],
-            num_documents=bounds - 1,
             calls=[VarlenCall(all_rows, all_rows, documents, causal=True)],
             row_sets=[[(0, rows)]],
         )

@@ -15,7 +15,6 @@ row-parallel size.
 import math
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
-from itertools import product
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from .dense import dense_plan
 from .exchange import HeadExchange, Parts
 from .kernels.choice import (
+    RECURRING,
     VARLEN,
     check_name,
     kernel_backward,
@@ -53,6 +53,8 @@ from .mesh import ParallelMesh
 # Lengths of the documents of prove_kernel, and of its short ones: several tiles, none of them full, and a single token
 PROOF_LENGTHS: tuple[int, ...] = (SHORT + 88, 1, 129)
 SHORT_LENGTHS: tuple[int, ...] = (300, 1, 129)
+# and of those for which cuDNN makes plans in torch's place
+PLANNED_LENGTHS: tuple[int, ...] = (RECURRING, RECURRING, 1)
 # Kernels are compiled for a window, not for its size, so that one of so many tokens stands for all.
 PROOF_WINDOW = 100
 PROOF_ERROR = 2e-2  # relative to a tensor's norm; half-precision kernels reach 2e-3 to 4e-3
@@ -352,9 +354,7 @@ class UlyssesAttention(nn.Module):
         if window and plan.longest <= window:
             window = None  # the window cuts no document
         case = query.device, query.dtype, self.head_dim
-        name = resolve_kernel(
-            self.kernel, *case, num_documents=plan.num_documents, window=window
-        ).name
+        name = resolve_kernel(self.kernel, *case, window=window).name
 
         def inputs(call: VarlenCall) -> Inputs:
             rows, keys, _, causal = call
@@ -398,9 +398,8 @@ def prove_kernel(
     """Compare the values and gradients of a requested kernel on small packs with plain attention in float64.
 
     Kernels are other projects' code, compiled for this GPU by this driver, and a wrong gradient gives no error message.
-    Other kernels may run for a single document and for short documents; they are compared too, those for documents of
-    ONE_DOCUMENT tokens only if `longest` says that there are such: compiling takes seconds. `windows` are those of the
-    layers.
+    Other kernels may run for a single document, for short ones and for those of one length; they are compared too, if
+    `longest` says that there are such documents: compiling takes seconds. `windows` are those of the layers.
     Raises FloatingPointError, which names the wrong tensor and the size of its error.
     """
     draw, widths = torch.Generator().manual_seed(0), (heads, kv_heads, kv_heads)
@@ -408,16 +407,16 @@ def prove_kernel(
     # with a window of one token the gradients of query and key are zero, so that no error can be relative to them
     sizes = {size and max(2, min(size, PROOF_WINDOW)) for size in windows}
     cases = []
-    for window, count in product(sizes, (1, len(PROOF_LENGTHS))):
-        choice = resolve_kernel(
-            requested, device, dtype, head_dim, num_documents=count, window=window
-        )
-        cases.append((choice.name, PROOF_LENGTHS, window))
-        if device.type == "cuda" and choice.name in VARLEN:
-            cases.append((choice.name, SHORT_LENGTHS, window))
-        if choice.name == "flash4" and longest >= ONE_DOCUMENT:
-            cases.append((choice.name, (ONE_DOCUMENT,), window))
-    for name, lengths, window in dict.fromkeys(cases):
+    for window in sizes:
+        name = resolve_kernel(requested, device, dtype, head_dim, window=window).name
+        cases.append((name, PROOF_LENGTHS, window))
+        if device.type == "cuda" and name in VARLEN:
+            cases.append((name, SHORT_LENGTHS, window))
+        if device.type == "cuda" and name == "torch" and longest >= RECURRING:
+            cases.append((name, PLANNED_LENGTHS, window))
+        if name == "flash4" and longest >= ONE_DOCUMENT:
+            cases.append((name, (ONE_DOCUMENT,), window))
+    for name, lengths, window in cases:
         cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0)
         # q, k and v are strided views of one buffer, as the exchange leaves them
         packed, upstream = (

@@ -279,7 +279,6 @@ class AttentionPlan:
     rows but not heads, so models with different head counts (a policy and a reward model) share it.
 
     cu_seqlens [N + 1]: on the host, with an entry for the tail.
-    num_documents: how many documents the pack has for the kernels of `calls`.
     row_sets: the packed ranges of every row set; its U ranks hold equal parts of them, one after the other.
     calls: one for each arc of this rank's row set; causal calls leave out the keys after the arc's end.
     prefix_calls: calls without a mask from the rows of suffixes to their prefixes, whose results are merged with those
@@ -290,7 +289,6 @@ class AttentionPlan:
 
     mesh: ParallelMesh
     cu_seqlens: list[int]
-    num_documents: int
     row_sets: list[list[Range]]
     calls: list[VarlenCall]
     prefix_calls: list[VarlenCall]
@@ -378,7 +376,6 @@ def packed_plan(
     return AttentionPlan(
         mesh=mesh,
         cu_seqlens=cu,
-        num_documents=len(document_bounds) - 1,
         row_sets=sets,
         calls=_causal_calls(arcs, {}, cu[-1], device),
         prefix_calls=_prefix_calls(chain(*arcs), prefixes, device) if prefixes else [],

@@ -5,10 +5,11 @@
 
     reference   plain matrix products, any device, dtype and head dim, float64 too; the others are measured against it
     torch       torch's own FlashAttention-2: varlen on GPUs (Ampere and newer), document by document on CPUs
-    cudnn       cuDNN's fused attention, document by document: for packs of few long documents (Hopper and newer)
+    cudnn       cuDNN's fused attention, one call for all documents of one length (Hopper and newer)
     flash4      flash-attn 4 (`flash_attn.cute`; Hopper and Blackwell)
 
-On a GPU torch and flash4 are varlen.py's, and the kernels of short.py take packs of short documents in their place.
+On a GPU torch and flash4 are varlen.py's. The kernels of short.py take packs of short documents in their place, and
+cudnn takes from torch what is worth its plans (`is_worth_plans`).
 
 Forward and backward are separate, so that a caller may keep (out, lse) and never run the forward kernel again. Causal
 masks are aligned bottom-right: the last query of a document sees its last key. With a sliding window a query sees
@@ -18,6 +19,7 @@ Letters: T packed tokens, H query heads, K kv heads, E head dim.
 """
 
 from collections.abc import Collection
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -26,10 +28,12 @@ from torch import Tensor
 from ..layout import DocumentBounds
 from . import short, varlen
 from .document import (
+    CUDNN,
     DOCUMENT_KERNELS,
     InputGradients,
     Inputs,
     Results,
+    document_runs,
     run_backward,
     run_forward,
 )
@@ -37,6 +41,12 @@ from .document import (
 VARLEN = ("flash4", "torch")  # on a GPU; the other kernels work document by document
 HOPPER = 9  # the major compute capability of Hopper GPUs
 HALF = (torch.float16, torch.bfloat16)
+# cuDNN makes a plan for each length, which takes the host 0.1 s (forward and backward): as long as the layers of an 8B
+# model gain by it with a document of 8,192 tokens. It pays where the length will come again, as that of rows cut to one
+# length does, or where there are so many scores of queries and keys.
+RECURRING = 256  # lengths that are multiples of it come again
+LONG_SCORES = 16384**2
+MOST_RUNS = 4  # calls for more runs of documents would wait for the host
 
 
 class Limits(NamedTuple):
@@ -53,7 +63,8 @@ class Limits(NamedTuple):
 
 
 # Fastest first. H200, causal, head dim 128, 32k to 128k tokens, forward / backward TFLOP/s: flash4 640-734 / 591-608,
-# cudnn 560-656 / 530-552 (one long document), torch 330-357 / 315-324.
+# cudnn 560-656 / 530-552, torch 330-357 / 315-324. Milliseconds of 16 documents of 1,024 tokens, 32 query and 8 kv
+# heads: cudnn 0.288 / 1.114, torch 0.610 / 1.790.
 # flash4 4.0.0b36 on H200: gradients right for these head dims (2e-3 in bfloat16), wrong by 110% for heads of 8 and 16.
 KERNELS = {
     "flash4": Limits(range(9, 12), (32, 64, 128), (192, 256)),
@@ -76,14 +87,12 @@ def resolve_kernel(
     dtype: torch.dtype,
     head_dim: int,
     *,
-    num_documents: int = 0,
     window: int | None = None,
 ) -> KernelChoice:
     """Check a requested kernel, or find the fastest one for "auto"; every rank decides the same.
 
-    Under torch.use_deterministic_algorithms the kernel is one that repeats its results bit for bit. "auto" takes cuDNN
-    only if `num_documents` says that the pack has a single document (and perhaps a tail). `window` is a sliding window
-    that cuts a document.
+    Under torch.use_deterministic_algorithms the kernel is one that repeats its results bit for bit. "auto" leaves cuDNN
+    to torch, which knows the documents. `window` is a sliding window that cuts a document.
     Raises ValueError if the kernel is unknown or cannot compute this case here.
     """
     device = torch.device(device)
@@ -91,12 +100,8 @@ def resolve_kernel(
     check_name(name)
     why = "fastest" if name == "auto" else "as requested,"
     reasons = [f"{why} for {case}"]
-    for candidate in KERNELS if name == "auto" else [name]:
-        objection = why_missing(candidate, device) or _why_unfit(
-            candidate, device, dtype, head_dim, window
-        )
-        if name == "auto" and candidate == "cudnn" and num_documents not in (1, 2):
-            objection = objection or "cudnn is for packs of one document"
+    for candidate in [k for k in KERNELS if k != "cudnn"] if name == "auto" else [name]:
+        objection = _why_not(candidate, device, dtype, head_dim, window)
         if objection is None:
             return KernelChoice(candidate, "; ".join(reasons))
         reasons.append(objection)
@@ -129,10 +134,12 @@ def why_missing(name: str, device: torch.device) -> str | None:
     return f"flash4 cannot be imported ({module})" if isinstance(module, str) else None
 
 
-def _why_unfit(
+def _why_not(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None
 ) -> str | None:
-    """Tell why the kernel cannot compute this case; None if it can."""
+    """Tell why the kernel cannot compute this case here; None if it can."""
+    if missing := why_missing(name, device):
+        return missing
     limits = KERNELS[name]
     if not limits.head_dims or device.type != "cuda":
         return None
@@ -159,8 +166,34 @@ def _why_unfit(
 # --- forward and backward ----------------------------------------------------------------------------------------
 
 
+def is_worth_plans(documents: DocumentBounds) -> bool:
+    """Return whether cuDNN's plans for these documents pay; those in which it has no part make none."""
+    if documents.on_host is None:
+        return False
+    runs = [*islice(document_runs(documents), MOST_RUNS + 1)]
+    plans = [run for run in runs if min(run.rows, run.keys) >= CUDNN.shortest]
+    return (
+        0 < len(plans)
+        and len(runs) <= MOST_RUNS
+        and all(
+            run.rows % RECURRING == run.keys % RECURRING == 0
+            or run.rows * run.keys >= LONG_SCORES
+            for run in plans
+        )
+    )
+
+
+def _kernel_for(name: str, inputs: Inputs, documents: DocumentBounds) -> str:
+    """Return the kernel that computes this call on a GPU when `name` was chosen."""
+    q = inputs.q
+    if name != "torch" or not is_worth_plans(documents):
+        return name
+    return name if _why_not("cudnn", q.device, q.dtype, q.shape[-1], inputs.window) else "cudnn"
+
+
 def kernel_forward(name: str, inputs: Inputs, documents: DocumentBounds) -> Results:
     """Run a kernel's forward on every document."""
+    name = _kernel_for(name, inputs, documents) if inputs.q.is_cuda else name
     if not inputs.q.is_cuda or name not in VARLEN:
         return run_forward(DOCUMENT_KERNELS[name], inputs, documents)
     if short.usable(inputs, documents):
@@ -173,6 +206,7 @@ def kernel_backward(
     name: str, dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, documents: DocumentBounds
 ) -> InputGradients:
     """Run a kernel's backward on every document; out and lse may be joint ones of further keys."""
+    name = _kernel_for(name, inputs, documents) if dout.is_cuda else name
     if not dout.is_cuda or name not in VARLEN:
         return run_backward(DOCUMENT_KERNELS[name], dout, inputs, out, lse, documents)
     if short.usable(inputs, documents):

@@ -1,6 +1,6 @@
 """Attention kernels that work document by document: plain matrix products, and torch's fused kernels without packing.
 
-    packed q, k, v        [ doc 0 | doc 1 | doc 2 ... ]      one call for each, on slices; only GQA heads are copied
+    packed q, k, v        [ doc 0 | doc 1 | doc 2 ... ]      one call for each run of documents of one length, on views
 
 `nq` queries meet `nk` keys bottom-right: the last query sees the last key. For kernels whose causal mask is aligned
 top-left such a document becomes two calls, which are merged by their log-sum-exps:
@@ -14,11 +14,12 @@ top-left such a document becomes two calls, which are merged by their log-sum-ex
 The backward of each part uses the joint out and lse, which makes it the exact gradient of the whole. Documents that a
 sliding window cuts are left to the plain products, which compute the scores inside it.
 
-Letters: T packed tokens, H query heads, K kv heads, G = H / K, E head dim, n rows of one document.
+Letters: T packed tokens, H query heads, K kv heads, G = H / K, E head dim, D documents of a run, n rows of each.
 """
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from functools import partial
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import torch
@@ -51,7 +52,7 @@ class Inputs(NamedTuple):
 
 
 class DocumentKernel(NamedTuple):
-    """A kernel for one document: q, dout, out [1, H, nq, E], k and v [1, K, nk, E], lse [1, H, nq].
+    """A kernel for documents of one length: q, dout, out [D, H, nq, E], k and v [D, K, nk, E], lse [D, H, nq].
 
     forward(inputs) -> out, lse; backward(dout, inputs, out, lse) -> dq, dk, dv.
     `bottom_right` says how its causal mask is aligned where there are fewer queries than keys. A document with fewer
@@ -64,21 +65,45 @@ class DocumentKernel(NamedTuple):
     shortest: int = 0
 
 
+class DocumentRun(NamedTuple):
+    """`number` documents that have `rows` queries and `keys` keys each, one after the other from these places on."""
+
+    number: int
+    rows: int
+    keys: int
+    first_row: int
+    first_key: int
+
+
+def document_runs(documents: DocumentBounds) -> Iterator[DocumentRun]:
+    """Yield the runs of documents of one length, without those that have no rows.
+
+    The host waits for the device if the bounds are on the device alone.
+    """
+    bounds = documents.on_host or (documents.cu_q.tolist(), documents.cu_k.tolist())
+    spans = zip(*map(pairwise, bounds))
+    for (rows, keys), run in groupby(spans, lambda span: tuple(b - a for a, b in span)):
+        if rows:
+            (first_row, _), (first_key, _) = next(run)
+            yield DocumentRun(1 + sum(1 for _ in run), rows, keys, first_row, first_key)
+
+
 def run_forward(kernel: DocumentKernel, inputs: Inputs, documents: DocumentBounds) -> Results:
     """Run a kernel on every document of q [Tq, H, E], k and v [Tk, K, E]; returns out [Tq, H, E], lse [H, Tq]."""
+    calls = [*_run_calls(kernel, inputs, documents)]
+    results = (call.kernel.forward(call.inputs) for call in calls)
+    packed = ((_packed(out), _packed_lse(lse)) for out, lse in results)
+    if len(calls) == 1:
+        return next(packed)
     q = inputs.q
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=wide, device=q.device)
-    for call_kernel, call_inputs, rows, _, is_first in _document_calls(
-        kernel, inputs, documents
-    ):
-        call_out, call_lse = (x[0] for x in call_kernel.forward(call_inputs))
-        call_out = call_out.transpose(0, 1)
-        if is_first:
-            out[rows], lse[:, rows] = call_out, call_lse
+    for call, (call_out, call_lse) in zip(calls, packed):
+        if call.is_first:
+            out[call.rows], lse[:, call.rows] = call_out, call_lse
         else:
-            merge_attention(out, lse, rows, call_out, call_lse)
+            merge_attention(out, lse, call.rows, call_out, call_lse)
     return out, lse
 
 
@@ -106,21 +131,26 @@ def run_backward(
     documents: DocumentBounds,
 ) -> InputGradients:
     """Run a kernel's backward on every document; returns dq [Tq, H, E], dk and dv [Tk, K, E]."""
-    dq, dk, dv = empty_gradients(inputs)
-    for call_kernel, call_inputs, rows, keys, is_first in _document_calls(
-        kernel, inputs, documents
-    ):
-        grads = call_kernel.backward(
-            _heads_first(dout[rows]),
-            call_inputs,
-            _heads_first(out[rows]),
-            lse[None, :, rows].contiguous(),
+    calls = [*_run_calls(kernel, inputs, documents)]
+    results = (
+        call.kernel.backward(
+            _by_document(dout[call.rows], call.number),
+            call.inputs,
+            _by_document(out[call.rows], call.number),
+            lse[:, call.rows].unflatten(1, (call.number, -1)).transpose(0, 1).contiguous(),
         )
-        call_dq, dk[keys], dv[keys] = (x[0].transpose(0, 1) for x in grads)
-        if is_first:
-            dq[rows] = call_dq
+        for call in calls
+    )
+    if len(calls) == 1:
+        return tuple(map(_packed, next(results)))
+    dq, dk, dv = empty_gradients(inputs)
+    for call, (call_dq, *key_grads) in zip(calls, results):
+        for grad, part in zip((dk, dv), key_grads):
+            call.its_keys(grad).copy_(part)
+        if call.is_first:
+            dq[call.rows] = _packed(call_dq)
         else:
-            dq[rows] += call_dq
+            dq[call.rows] += _packed(call_dq)
     return dq, dk, dv
 
 
@@ -128,37 +158,64 @@ def empty_gradients(inputs: Inputs) -> list[Tensor]:
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3]]
 
 
-def _document_calls(
-    kernel: DocumentKernel, packed: Inputs, documents: DocumentBounds
-) -> Iterator[tuple[DocumentKernel, Inputs, slice, slice, bool]]:
-    """Yield each call: its kernel and inputs, its rows and keys in the pack, and whether it is the first of its rows.
+class _Call(NamedTuple):
+    """A kernel's call for a run of `number` documents.
 
-    The host waits for the device if the bounds are on the device alone.
+    rows: of the run in the pack. its_keys: turns packed keys [Tk, K, E] into a view of those of the call [D, K, n, E].
+    is_first: whether no call before it had these rows.
     """
-    bounds = documents.on_host or (documents.cu_q.tolist(), documents.cu_k.tolist())
-    for (row, row_end), (first, end) in zip(*map(pairwise, bounds)):
-        count, rows = row_end - row, slice(row, row_end)
-        if not count:
-            continue
-        diagonal = end - count  # the key of the first row itself, if the mask is causal
-        window = packed.window if end - first > (packed.window or end) else None
-        document_kernel = REFERENCE if window else kernel
-        parts = [(first, end, packed.causal)]
-        if packed.causal and diagonal > first and not document_kernel.bottom_right:
-            parts = [(first, diagonal, False), (diagonal, end, True)]
+
+    kernel: DocumentKernel
+    inputs: Inputs
+    rows: slice
+    number: int
+    its_keys: Callable[[Tensor], Tensor]
+    is_first: bool
+
+
+def _run_calls(
+    kernel: DocumentKernel, packed: Inputs, documents: DocumentBounds
+) -> Iterator[_Call]:
+    """Yield the calls of all runs of documents."""
+    for number, nq, nk, row, key in document_runs(documents):
+        rows, all_keys = slice(row, row + number * nq), slice(key, key + number * nk)
+        diagonal = nk - nq  # the key of the first row itself, if the mask is causal
+        window = packed.window if nk > (packed.window or nk) else None
+        run_kernel = REFERENCE if window else kernel
+        parts = [(0, nk, packed.causal)]
+        if packed.causal and diagonal and not run_kernel.bottom_right:
+            parts = [(0, diagonal, False), (diagonal, nk, True)]
         for low, high, causal in parts:
-            keys = slice(low, high)
-            is_short = min(count, high - low) < document_kernel.shortest
-            q = _heads_first(packed.q[rows])
-            k, v = (_heads_first(x[keys]) for x in (packed.k, packed.v))
-            inputs = Inputs(q, k, v, causal, packed.scale, window)
-            call_kernel = REFERENCE if is_short else document_kernel
-            yield call_kernel, inputs, rows, keys, low == first
+            its_keys = partial(_keys_by_document, all_keys, number, slice(low, high))
+            tensors = (
+                _by_document(packed.q[rows], number),
+                its_keys(packed.k),
+                its_keys(packed.v),
+            )
+            inputs = Inputs(*tensors, causal, packed.scale, window)
+            is_short = min(nq, high - low) < run_kernel.shortest
+            call_kernel = REFERENCE if is_short else run_kernel
+            yield _Call(call_kernel, inputs, rows, number, its_keys, low == 0)
 
 
-def _heads_first(rows: Tensor) -> Tensor:
-    """[n, heads, E] -> [1, heads, n, E]."""
-    return rows.transpose(0, 1)[None]
+def _keys_by_document(run: slice, number: int, part: slice, packed: Tensor) -> Tensor:
+    """Return a view of a part of the keys of every document of a run."""
+    return _by_document(packed[run], number)[:, :, part]
+
+
+def _by_document(rows: Tensor, number: int) -> Tensor:
+    """[D n, heads, E] -> [D, heads, n, E], a view."""
+    return rows.unflatten(0, (number, -1)).transpose(1, 2)
+
+
+def _packed(values: Tensor) -> Tensor:
+    """[D, heads, n, E] -> [D n, heads, E], contiguous."""
+    return values.transpose(1, 2).flatten(0, 1).contiguous()
+
+
+def _packed_lse(lse: Tensor) -> Tensor:
+    """[D, H, n] -> [H, D n], contiguous."""
+    return lse.transpose(0, 1).flatten(1).contiguous()
 
 
 # --- plain matrix products ---------------------------------------------------------------------------------------
@@ -193,10 +250,10 @@ def _plain_backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor) -> I
 
 
 def _score_tiles(inputs: Inputs, key: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield query rows, the keys that they see, and their scores [1, K, G, rows, keys]."""
+    """Yield query rows, the keys that they see, and their scores [D, K, G, rows, keys]."""
     q, nq, nk = inputs.q, inputs.q.shape[2], key.shape[2]
     window = inputs.window or nk
-    step = max(1, TILE_SCORES // (nk * q.shape[1]))
+    step = max(1, TILE_SCORES // (nk * q.shape[0] * q.shape[1]))
     if inputs.window:  # a tile's rows all meet the keys of its first row's window
         step = min(step, max(window, LEAST_ROWS))
     for start in range(0, nq, step):
@@ -213,7 +270,7 @@ def _score_tiles(inputs: Inputs, key: Tensor) -> Iterator[tuple[slice, slice, Te
 
 
 def _to_groups(values: Tensor, key: Tensor) -> Tensor:
-    """[1, H, n, E] -> [1, K, G, n, E], in the keys' dtype."""
+    """[D, H, n, E] -> [D, K, G, n, E], in the keys' dtype."""
     return values.unflatten(1, (key.shape[1], -1)).to(key.dtype)
 
 
