@@ -145,6 +145,24 @@ if triton is not None:
         store(out + row * WIDTH + column, total, mask)
 
     @triton.jit
+    def _spread_kernel(
+        rows,
+        places,
+        out,
+        out_row,
+        WIDTH: tl.constexpr,
+        BLOCK: tl.constexpr,
+        COUNT: tl.constexpr,
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        mask = column < WIDTH
+        value = tl.load(rows + row * WIDTH + column, mask=mask)
+        for i in tl.static_range(COUNT):
+            place = tl.load(places + row * COUNT + i)
+            tl.store(out + place * out_row + column, value, mask=mask)
+
+    @triton.jit
     def _rms_norm_kernel(
         x,
         weight,
@@ -338,6 +356,22 @@ def sum_parts(parts: Tensor, places: Tensor, count: int) -> Tensor:
     with torch.cuda.device(parts.device):
         _sum_parts_kernel[(rows, triton.cdiv(width, block))](
             parts, places, out, WIDTH=width, BLOCK=block, COUNT=count
+        )
+    return out
+
+
+def spread(rows: Tensor, places: Tensor, count: int, room: int) -> Tensor:
+    """Write each of the rows [S, D] to `count` rows of a new tensor [M, D + room], whose numbers are places [M].
+
+    The last `room` columns are not written.
+    """
+    rows = rows.contiguous()
+    width = rows.shape[1]
+    out = rows.new_empty(len(places), width + room)
+    block = min(2048, triton.next_power_of_2(width))
+    with torch.cuda.device(rows.device):
+        _spread_kernel[(len(rows), triton.cdiv(width, block))](
+            rows, places, out, width + room, WIDTH=width, BLOCK=block, COUNT=count
         )
     return out
 

@@ -29,6 +29,7 @@ from ..layout import DocumentBounds
 from . import short, varlen
 from .document import (
     CUDNN,
+    CUDNN_ELEMENTS,
     DOCUMENT_KERNELS,
     InputGradients,
     Inputs,
@@ -186,6 +187,8 @@ def is_worth_plans(documents: DocumentBounds) -> bool:
 def _kernel_for(name: str, inputs: Inputs, documents: DocumentBounds) -> str:
     """Return the kernel that computes this call on a GPU when `name` was chosen."""
     q = inputs.q
+    if q.numel() > CUDNN_ELEMENTS:
+        return "torch" if name == "cudnn" else name
     if name != "torch" or not is_worth_plans(documents):
         return name
     return name if _why_not("cudnn", q.device, q.dtype, q.shape[-1], inputs.window) else "cudnn"
