@@ -1,8 +1,9 @@
 """Compile the kernels of FlashQLA side by side: one after the other they take minutes on a new machine."""
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 WORKERS = 16  # most of a compilation is done by other processes
@@ -18,12 +19,13 @@ def compile_side_by_side(*computations: Callable[[], object]) -> None:
         from tilelang.jit import compile as compile_kernel
     except Exception:  # of any kind: the package looks for a driver
         return
-    begun: dict[Any, Future] = {}
+    # traced before any compiles: compilations hold Python's lock for long, and the longest would begin last
+    begun: dict[Any, Callable[[], object]] = {}
 
     def begin(kernel: Any, *args: Any, **kwargs: Any) -> Callable[..., None]:
         key = id(kernel), args, tuple(sorted(kwargs.items()))
         if key not in begun:
-            begun[key] = pool.submit(
+            begun[key] = partial(
                 compile_kernel,
                 kernel.get_tir(*args, **kwargs),
                 out_idx=kernel.out_idx,
@@ -37,10 +39,13 @@ def compile_side_by_side(*computations: Callable[[], object]) -> None:
         return lambda *_: None
 
     call = JITImpl.__call__
-    with ThreadPoolExecutor(WORKERS) as pool, suppress(Exception):
-        JITImpl.__call__ = begin
-        try:
+    JITImpl.__call__ = begin
+    try:
+        with suppress(Exception):
             for compute in computations:
                 compute()
-        finally:
-            JITImpl.__call__ = call
+    finally:
+        JITImpl.__call__ = call
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for compile_one in begun.values():
+            pool.submit(compile_one)
