@@ -21,7 +21,7 @@ class LayerSetup(NamedTuple):
 
     ranks: of a sequence-parallel group; `head_ranks` of them split the heads, and sets of so many the rows.
     adapted: adapters of this `rank` are trained in place of the matrices.
-    size: bytes of an element.
+    size: bytes of an element. unpacks: experts' matrices are unpacked, or copied beside their adapters.
     """
 
     ranks: int = 1
@@ -29,6 +29,7 @@ class LayerSetup(NamedTuple):
     adapted: bool = False
     rank: int = 0
     size: int = 2
+    unpacks: bool = False
 
 
 class LayerCost(NamedTuple):
@@ -80,11 +81,18 @@ class LayerCost(NamedTuple):
         D, tile = self.width, rows
         if level != "none":
             tile = tile_rows(rows, TILE_ROWS * (EXPERT_TILES if self.copied else 1))
-        # gate and up with their gradients; experts hold these twice, and the copies of rows and their gradients
-        feed_forward = 4 * self.inner + bool(self.copied) * 2 * (self.inner + self.copied)
+        # gate and up with their gradients
+        feed_forward = 4 * self.inner * tile
+        if (
+            self.copied
+        ):  # experts: gate and up may be computed again; the copies of rows and their gradients
+            both = 2 * self.inner * tile
+            unpacked = 2 / 3 * self.feed_forward * setup.unpacks
+            feed_forward = max(feed_forward + both * (level != "none"), both + unpacked)
+            feed_forward += 2 * self.copied * tile
         # gradients of the residual and of the mix, and the output
         mixing = 2 * D + self.mix_work + self.out * (level == "block")
-        held = setup.size * max(4 * D * rows + feed_forward * tile, mixing * rows)
+        held = setup.size * max(4 * D * rows + feed_forward, mixing * rows)
         if setup.adapted:
             return held
         # the gradients and, where the feed-forward runs in tiles, their float32 sums
@@ -112,7 +120,7 @@ def _attention(shape: ModelConfig, setup: LayerSetup) -> LayerCost:
     """Return what attention takes. Keys that are copied to several ranks count on each of them."""
     D, E, family = shape.hidden_size, shape.head_dim, shape.family
     H, K = shape.num_attention_heads, shape.num_key_value_heads
-    ranks, head_ranks, _, rank, size = setup
+    ranks, head_ranks, _, rank, size, _ = setup
     keys = head_layout(H, K, head_ranks).key
     # widths of all queries, of all keys, and of the keys that the ranks hold together
     query, key, held = H * E, K * E, keys * ranks * E

@@ -134,7 +134,8 @@ class Question(NamedTuple):
     def setup(self, model: PlannedModel) -> LayerSetup:
         """Return what the costs of a model's layers depend on in this question."""
         ranks = self.sp, gcd(self.sp, self.common_heads)
-        return LayerSetup(*ranks, not model.is_full, model.rank, self.element_size)
+        unpacks = model.quantize != "none" or model.idle_adapters > 0
+        return LayerSetup(*ranks, not model.is_full, model.rank, self.element_size, unpacks)
 
     def layers(self, model: PlannedModel) -> list[LayerCost]:
         """Return what each layer of a model takes in this question."""
@@ -291,9 +292,6 @@ def _working_bytes(
     else:  # the embedding's gradient, whole, and its reduction
         loss += 2 * size * trained
     layer = max(x.backward_bytes(y, S, q.setup(model)) for y, x in {*zip(levels, layers)})
-    # experts' gate and up are unpacked, or copied beside their adapters
-    if model.quantize != "none" or model.idle_adapters:
-        layer += max(2 / 3 * size * x.feed_forward * bool(x.copied) for x in layers)
     # as measured, the vocabulary's gradient is still on its way to other ranks or the host, and one more output lives
     if W > 1 or q.offload_optimizer:
         layer += size * trained + rows * model.is_full
