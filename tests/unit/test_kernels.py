@@ -149,7 +149,7 @@ def test_reference_tiles_meet_the_keys_of_their_windows_alone(monkeypatch, windo
         ([16384 + 7], True),
         ([16384 + 7, 20000, 9], True),
         ([16384 + 7, 900], False),
-        ([256, 512, 256, 512, 256], False),
+        ([512, 1024, 512, 1024, 512], False),
         ([20], False),
     ],
 )
@@ -161,7 +161,7 @@ def test_cudnn_takes_documents_whose_plans_pay(lengths, is_worth):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("lengths", [([512] * 3 + [3],) * 2, ([256] * 2, [768] * 2)])
+@pytest.mark.parametrize("lengths", [([512] * 3 + [3],) * 2, ([512] * 2, [1536] * 2)])
 @pytest.mark.parametrize("head_dim, heads", [(64, (7, 1)), (128, (8, 2)), (256, (4, 1))])
 def test_documents_of_one_length_are_a_batch_for_cudnn(head_dim, heads, lengths, causal):
     packed = document_bounds(lengths, "cuda")

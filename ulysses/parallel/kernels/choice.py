@@ -45,7 +45,7 @@ HALF = (torch.float16, torch.bfloat16)
 # cuDNN makes a plan for each length, which takes the host 0.1 s (forward and backward): as long as the layers of an 8B
 # model gain by it with a document of 8,192 tokens. It pays where the length will come again, as that of rows cut to one
 # length does, or where there are so many scores of queries and keys.
-RECURRING = 256  # lengths that are multiples of it come again
+RECURRING = 512  # lengths that are multiples of it come again
 LONG_SCORES = 16384**2
 MOST_RUNS = 4  # calls for more runs of documents would wait for the host
 
