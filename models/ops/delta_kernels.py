@@ -97,13 +97,14 @@ def prove_rule(name: str, device: torch.device, shares: bool, *case: int) -> Non
     """
     delta, prefixes = Delta(*case), PREFIXES if shares else {}
     recurrence = Recurrence([0, *accumulate(PROOF_LENGTHS)], prefixes, device)
-    proof = partial(_computed, delta, recurrence)
-    sides = partial(proof, sys.modules[__name__]), partial(proof, plain, torch.float64)
+    kernels, proof = sys.modules[__name__], partial(_computed, delta, recurrence)
+    sides = partial(proof, kernels), partial(proof, plain, torch.float64)
     if device.type == "cuda":
-        packs = _packs(delta, device, shares)
-        # first all kernels of FlashQLA begin to compile, then come those of Triton and torch, which the proof calls
+        packs = [*_packs(delta, device, shares)]
+        # first all kernels of FlashQLA begin to compile, then Triton's and torch's, tuned for the longest pack, follow
         found = (partial(_computed, delta, pack, delta_compile) for pack in packs)
-        delta_compile.compile_side_by_side(*found, *sides)
+        tuned = partial(_computed, delta, packs[0], kernels)
+        delta_compile.compile_side_by_side(*found, tuned, *sides)
     for tensor, got, wanted in zip(("output", *NAMES), *(compute() for compute in sides)):
         error = float((got.double() - wanted).norm() / wanted.norm())
         if not error < PROOF_ERROR:
@@ -114,7 +115,7 @@ def prove_rule(name: str, device: torch.device, shares: bool, *case: int) -> Non
 
 
 def _packs(delta: Delta, device: torch.device, shares: bool) -> Iterator[Recurrence]:
-    """Yield packs that need all variants of the kernels, those that compile longest first, which depend on these:
+    """Yield packs, the longest first, that need all variants of the kernels, which depend on these:
 
     how many of the GPU's multiprocessors the heads of all parts of a level occupy, whether a document is so long that
     it runs in parts, and with shared prompts whether parts start from a state and whether their last states are needed.
