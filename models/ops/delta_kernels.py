@@ -3,9 +3,11 @@
 Other precisions run models/ops/delta_rule.py, with which these kernels are also compared (`prove_rule`).
 """
 
+import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from importlib.util import find_spec
 from itertools import accumulate
 from types import ModuleType
 
@@ -13,16 +15,22 @@ import torch
 from torch import Tensor
 
 from models.families import Delta
+from models.ops import delta_compile, delta_triton
 from models.ops import delta_rule as plain
-from models.ops import delta_triton
-from models.ops.delta_compile import compile_side_by_side
 from ulysses.parallel.ranges import Range
 from ulysses.parallel.recurrence import Recurrence, TreeLevel
+
+
+def check_installed() -> None:
+    """Raise what `load` raises if fla-core is not installed; its import, which takes seconds, can come later."""
+    if find_spec("fla") is None:
+        load()
 
 
 @cache
 def load() -> Callable[..., tuple[Tensor, Tensor]]:
     """Return fla-core's kernel of the rule; ValueError, one sentence, where it cannot be imported."""
+    gc.disable()  # the collector would look through all modules again and again
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except Exception as error:  # of any kind: the packages compile, and look for a driver
@@ -30,6 +38,8 @@ def load() -> Callable[..., tuple[Tensor, Tensor]]:
             f"layers of linear attention need fla-core and flash-qla on a GPU, which cannot be imported ({error}); "
             'install them with pip install -e ".[hybrid]"'
         ) from error
+    finally:
+        gc.enable()
     return chunk_gated_delta_rule
 
 
@@ -85,21 +95,17 @@ def prove_rule(name: str, device: torch.device, shares: bool, *case: int) -> Non
     Decays are those of trained models: some heads forget within a token, others hardly anything.
     Raises FloatingPointError, which names the wrong tensor and the size of its error; ValueError without kernels.
     """
-    delta, kernels = Delta(*case), sys.modules[__name__]
-    if device.type == "cuda":
-        compile_side_by_side(
-            *(
-                partial(_computed, delta, pack, kernels)
-                for pack in _packs(delta, device, shares)
-            )
-        )
-    prefixes = PREFIXES if shares else {}
+    delta, prefixes = Delta(*case), PREFIXES if shares else {}
     recurrence = Recurrence([0, *accumulate(PROOF_LENGTHS)], prefixes, device)
-    results = (
-        _computed(delta, recurrence, kernels),
-        _computed(delta, recurrence, plain, torch.float64),
-    )
-    for tensor, got, wanted in zip(("output", *NAMES), *results):
+    kernels, proof = sys.modules[__name__], partial(_computed, delta, recurrence)
+    sides = partial(proof, kernels), partial(proof, plain, torch.float64)
+    if device.type == "cuda":
+        packs = [*_packs(delta, device, shares)]
+        # first all kernels of FlashQLA begin to compile, then Triton's and torch's, tuned for the longest pack, follow
+        found = (partial(_computed, delta, pack, delta_compile) for pack in packs)
+        tuned = partial(_computed, delta, packs[0], kernels)
+        delta_compile.compile_side_by_side(*found, tuned, *sides)
+    for tensor, got, wanted in zip(("output", *NAMES), *(compute() for compute in sides)):
         error = float((got.double() - wanted).norm() / wanted.norm())
         if not error < PROOF_ERROR:
             raise FloatingPointError(
@@ -109,13 +115,14 @@ def prove_rule(name: str, device: torch.device, shares: bool, *case: int) -> Non
 
 
 def _packs(delta: Delta, device: torch.device, shares: bool) -> Iterator[Recurrence]:
-    """Yield packs that need all variants of the kernels, which depend on these:
+    """Yield packs, the longest first, that need all variants of the kernels, which depend on these:
 
     how many of the GPU's multiprocessors the heads of all parts of a level occupy, whether a document is so long that
     it runs in parts, and with shared prompts whether parts start from a state and whether their last states are needed.
     """
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     heads, parts = delta.linear_num_value_heads, 1
+    yield Recurrence([0, LONG], {}, device)
     while True:
         yield Recurrence([*range(0, parts * CHUNK + 1, CHUNK)], {}, device)
         if shares:  # documents that continue others, which continue others
@@ -127,7 +134,6 @@ def _packs(delta: Delta, device: torch.device, shares: bool) -> Iterator[Recurre
         if parts * heads >= processors:
             break
         parts *= 2
-    yield Recurrence([0, LONG], {}, device)
 
 
 def _computed(

@@ -1,7 +1,8 @@
 """The kernels of linear attention: fla-core's, proven before a run, and ours, which equal plain torch."""
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -95,32 +96,89 @@ def test_a_step_of_decoding_equals_plain_torch(heads):
         assert float((got - wanted).norm() / wanted.norm()) < 1e-6
 
 
-def test_kernels_are_compiled_side_by_side_and_none_of_them_runs(monkeypatch):
-    compiled, ran = [], []
+class Kernel:
+    """Stands in for tilelang's JITImpl, which makes kernels and keeps them, and counts what is done with them."""
 
-    class Kernel:
-        out_idx = execution_backend = target = target_host = verbose = None
-        pass_configs = compile_flags = None
+    def __init__(self, broken=()):
+        self.broken, self._kernel_cache = broken, {}
+        self.traced, self.compiled, self.linked, self.ran = [], [], [], []
+        self.func = self
 
-        def get_tir(self, *args, **kwargs):
-            return args, kwargs
+    def parse_args(self, *args, **kwargs):
+        return (args, str(kwargs)), {}
 
-        def __call__(self, *args, **kwargs):
-            return lambda *tensors: ran.append(tensors)
+    def get_tir(self, *args, **kwargs):
+        self.traced.append(args)
+
+    def compile(self, *args, **kwargs):
+        if args in self.broken:
+            raise RuntimeError("nvcc fails")
+        assert args in self.traced
+        self.compiled.append(args)
+        kernel = mock.Mock(side_effect=lambda *tensors: self.ran.append((args, tensors)))
+        executable = SimpleNamespace(jit=lambda: self.linked.append(args))
+        kernel.adapter.get_exportable_executable = lambda: executable
+        return kernel
+
+    def __call__(self, *args, **kwargs):
+        key, _ = self.parse_args(*args, **kwargs)
+        return self._kernel_cache.get(key) or self.compile(*args, **kwargs)
+
+
+@pytest.fixture
+def tilelang(monkeypatch):
+    module = ModuleType("tilelang.jit")
+    module.JITImpl = Kernel
+    monkeypatch.setitem(sys.modules, "tilelang", ModuleType("tilelang"))
+    monkeypatch.setitem(sys.modules, "tilelang.jit", module)
+
+
+def test_kernels_are_compiled_side_by_side_and_none_of_them_runs(tilelang):
+    kernel = Kernel()
 
     def compute():
         for width in (64, 128, 64):
             kernel(width, varlen=True)(torch.ones(3))
         raise RuntimeError("what it computes means nothing")
 
-    tilelang = ModuleType("tilelang.jit")
-    tilelang.JITImpl, tilelang.compile = Kernel, lambda source, **_: compiled.append(source)
-    monkeypatch.setitem(sys.modules, "tilelang", ModuleType("tilelang"))
-    monkeypatch.setitem(sys.modules, "tilelang.jit", tilelang)
-    kernel = Kernel()
-    delta_compile.compile_side_by_side(compute)
-    assert (
-        sorted(compiled) == [((64,), {"varlen": True}), ((128,), {"varlen": True})] and not ran
-    )
-    kernel(64)(1)
-    assert ran == [(1,)]
+    delta_compile.compile_side_by_side(compute, lambda: kernel(256)(1))
+    compiled = [(64,), (128,), (256,)]
+    assert sorted(kernel.compiled) == sorted(kernel.linked) == compiled and not kernel.ran
+    kernel(64, varlen=True)(1)
+    assert len(kernel.compiled) == 3 and kernel.ran == [((64,), (1,))]
+
+
+def test_a_kernel_that_does_not_compile_does_so_when_it_is_called(tilelang):
+    kernel = Kernel(broken={(64,)})
+    delta_compile.compile_side_by_side(lambda: kernel(64)(1), lambda: kernel(128)(1))
+    assert kernel.compiled == [(128,)]
+    with pytest.raises(RuntimeError, match="nvcc fails"):
+        kernel(64)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_flash_qla_is_called_beforehand_as_it_is_later(shares, monkeypatch):
+    """The same shapes and dtypes, on which its kernels depend, and states at the same places."""
+    calls, rule = [], stand_in()
+
+    def flash_qla(q, k, v, g, beta, **kwargs):
+        given = (q, k, v, g, beta, kwargs["initial_state"], kwargs["cu_seqlens"])
+        calls[-1].append([x if x is None else (x.shape, x.dtype) for x in given])
+        calls[-1].append(kwargs["output_final_state"])
+        always = {"use_qk_l2norm_in_kernel": True, "cu_seqlens_cpu": kwargs["cu_seqlens"]}
+        return rule(q, k, v, g, beta, **kwargs | always)
+
+    package = ModuleType("flash_qla")
+    package.chunk_gated_delta_rule = flash_qla
+    monkeypatch.setitem(sys.modules, "flash_qla", package)
+    monkeypatch.setattr(delta_kernels, "convolve", delta_rule.convolve)
+    monkeypatch.setattr(delta_kernels, "load", lambda: flash_qla)
+    properties = SimpleNamespace(multi_processor_count=24)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(delta_kernels, "LONG", 200)
+    delta = Delta(*HEADS)
+    for kernels in delta_compile, delta_kernels:
+        calls.append([])
+        for pack in delta_kernels._packs(delta, torch.device("cpu"), shares):
+            delta_kernels._computed(delta, pack, kernels)
+    assert calls[0] == calls[1] and len(calls[0]) == (2 * (4 + 3 * 3) if shares else 2 * 4)

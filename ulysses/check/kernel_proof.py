@@ -13,6 +13,7 @@ from ulysses.config.schema import Config
 from ulysses.config.section import error_context
 from ulysses.data.cache import digest_of_value
 from ulysses.disk import lock_file, write_json
+from ulysses.environment import local_rank
 from ulysses.parallel.attention import prove_kernel
 from ulysses.parallel.kernels.choice import KernelChoice, resolve_kernel
 from ulysses.parallel.layout import head_layout
@@ -44,9 +45,9 @@ def choose_kernel(
         for window in (*shape.windows, None):  # the last one, without a window, is reported
             kernel = resolve_kernel(name, *case, window=window)
     if shape.delta and _needs_delta_kernels(config, name, device):
-        from models.ops.delta_kernels import load
+        from models.ops.delta_kernels import check_installed
 
-        load()
+        check_installed()
     return name, kernel
 
 
@@ -66,7 +67,7 @@ def check_kernel(
 ) -> None:
     """Prove the kernel on the heads that a rank has, and on the longest example; FloatingPointError if it is wrong.
 
-    shares: whether sequences share prompts.
+    shares: whether sequences share prompts. ValueError if the kernels of linear attention cannot be imported.
     """
     heads = head_layout(
         shape.num_attention_heads, shape.num_key_value_heads, mesh.head_parallel_size
@@ -83,12 +84,15 @@ def check_kernel(
         shape.windows or (None,),
     )
     if shape.delta and _needs_delta_kernels(config, kernel, device.type):
-        from models.ops.delta_kernels import prove_rule
+        from models.ops.delta_kernels import load, prove_rule
 
         keys, values, *widths = astuple(shape.delta)
         heads = head_layout(values, keys, math.gcd(mesh.sequence_parallel_size, values))
         case = "gated delta rule", device, shares, heads.key, heads.query, *widths
+        if local_rank() > 0:
+            load()  # while the machine's first process compiles, which imports fla-core meanwhile
         prove_once(Path(config.data.cache), *case, prove=prove_rule)
+        load()  # in any case before memory is taken
 
 
 def prove_once(
