@@ -41,7 +41,6 @@ from .kernels.document import (
 )
 from .layout import (
     AttentionPlan,
-    Context,
     Tensors,
     VarlenCall,
     head_layout,
@@ -120,7 +119,6 @@ class Attention(Protocol):
 
 
 HEADS = 3  # tensors of heads: q, k and v, or what linear attention has in their place
-AttendContext = Context[tuple[Attention, AttentionPlan]]
 
 
 class AttendNode(torch.autograd.Function):
@@ -131,20 +129,20 @@ class AttendNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: AttendContext, attention: Attention, plan: AttentionPlan, *tensors: Tensor
+        ctx: Any, attention: Attention, plan: AttentionPlan, *tensors: Tensor
     ) -> Tensor:
         exchange, parameters = attention.exchange(plan), tensors[HEADS:]
         shards = exchange.to_heads(tensors[:HEADS])
         results = attention.attend_forward(shards, plan, *parameters)
         kept = results if attention.reads_results else ()
         ctx.save_for_backward(*shards, *kept, *parameters)
-        ctx.rest = attention, plan
+        ctx.attention, ctx.plan = attention, plan
         return exchange.to_tokens(results[0])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: AttendContext, grad: Tensor) -> tuple[Tensor | None, ...]:
-        attention, plan = ctx.rest
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        attention, plan = ctx.attention, ctx.plan
         kept, count = ctx.saved_tensors, len(ctx.needs_input_grad) - 2 - HEADS
         kept, parameters = kept[: len(kept) - count], kept[len(kept) - count :]
         exchange = attention.exchange(plan)
