@@ -211,19 +211,20 @@ class Stack(NamedTuple):
     def _through(self, rows: Tensor, ends: Tensor, *, back: bool) -> Tensor:
         """Multiply rows by the matrices, or gradients by their transposes."""
         from_narrow = self.narrow(rows, ends, back=back)
-        is_turned = back == self.transposed
-        if self.packed is None and from_narrow is None:
-            matrices = self.matrices.mT if is_turned else self.matrices
-            return grouped_product(rows, matrices, ends)
-        size = list(self.matrices.shape if self.packed is None else self.packed.shape)
-        axis = 2 if is_turned else 1
-        joined = rows.new_empty([n + self.room * (i == axis) for i, n in enumerate(size)])
-        whole = joined.narrow(axis, 0, size[axis])
-        if self.packed is None:
-            copy_strided(whole, self.matrices)
-        else:
-            self.packed.unpack(self.matrices, rows.dtype, whole)
-        matrices = joined.mT if is_turned else joined
+        is_turned, matrices = back == self.transposed, self.matrices
+        if self.packed is not None or from_narrow is not None:
+            size = list(matrices.shape if self.packed is None else self.packed.shape)
+            axis = 2 if is_turned else 1
+            without_room = size[axis]
+            size[axis] += self.room
+            matrices = rows.new_empty(size)
+            whole = matrices.narrow(axis, 0, without_room)
+            if self.packed is None:
+                copy_strided(whole, self.matrices)
+            else:
+                self.packed.unpack(self.matrices, rows.dtype, whole)
+        if is_turned:
+            matrices = matrices.mT
         if from_narrow is not None:
             matrices[:, -self.room :] = from_narrow
         return grouped_product(rows, matrices, ends)

@@ -272,17 +272,16 @@ class Products:
         ):
             return stacked([m.dense(dtype) for m in self.matrices])
         size = sum(self.widths), first.packed.shape[1]
-        parts = torch.empty(size, dtype=dtype, device=first.weight.device).split(self.widths)
-        unpacked = [
-            m.packed.unpack(m.weight, dtype, part) for m, part in zip(self.matrices, parts)
-        ]
-        return stacked(unpacked)
+        whole = torch.empty(size, dtype=dtype, device=first.weight.device)
+        for m, part in zip(self.matrices, whole.split(self.widths)):
+            m.packed.unpack(m.weight, dtype, part)
+        return [whole]
 
     @property
     def _a(self) -> Tensor:
         """The a's of all adapters, one below the other."""
-        whole, *others = stacked([x.a for x in self.adapters])
-        return torch.cat([x.a for x in self.adapters]) if others else whole
+        parts = stacked([x.a for x in self.adapters])
+        return parts[0] if len(parts) == 1 else torch.cat([*parts])
 
     def _dropped(self, x: Tensor) -> Tensor:
         """Return the rows after dropout."""

@@ -135,7 +135,7 @@ class AttendNode(torch.autograd.Function):
         shards = exchange.to_heads(tensors[:HEADS])
         results = attention.attend_forward(shards, plan, *parameters)
         kept = results if attention.reads_results else ()
-        ctx.save_for_backward(*shards, *kept, *parameters)
+        ctx.save_for_backward(*parameters, *shards, *kept)
         ctx.attention, ctx.plan = attention, plan
         return exchange.to_tokens(results[0])
 
@@ -143,11 +143,11 @@ class AttendNode(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         attention, plan = ctx.attention, ctx.plan
-        kept, count = ctx.saved_tensors, len(ctx.needs_input_grad) - 2 - HEADS
-        kept, parameters = kept[: len(kept) - count], kept[len(kept) - count :]
+        count = len(ctx.needs_input_grad) - 2 - HEADS
+        parameters, saved = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         exchange = attention.exchange(plan)
         grads, of_trained = attention.attend_backward(
-            exchange.to_tokens_backward(grad), kept[:HEADS], kept[HEADS:], plan, *parameters
+            exchange.to_tokens_backward(grad), saved[:HEADS], saved[HEADS:], plan, *parameters
         )
         more = iter(of_trained)
         of_parameters = [next(more) if p.requires_grad else None for p in parameters]
