@@ -40,6 +40,11 @@ class StoredTensor(NamedTuple):
     dtype: torch.dtype
     is_packed: bool = False
 
+    def pages(self) -> Tensor:
+        """Return a view of the file's pages, of which none is read yet."""
+        with safe_open(self.file, "pt") as file:
+            return file.get_tensor(self.name)
+
     def whole(self) -> Tensor:
         """Return the tensor on the CPU."""
         return self.read(0, self.shape.numel()).view(self.shape)
@@ -52,7 +57,7 @@ class StoredTensor(NamedTuple):
     def read_from(
         self, file: safe_open, start: int, stop: int, device: torch.device | str = "cpu"
     ) -> Tensor:
-        """Return the same elements from the tensor's file, which is open; on the CPU a view of the file's pages."""
+        """Do what `read` does, with the tensor's file open."""
         part = file.get_tensor(self.name).view(-1)[start:stop]
         if torch.device(device).type == "cuda":
             part = _on_gpu(part, device)
