@@ -6,12 +6,13 @@
 Every function returns values per token, pair or sequence; divide their sums by counts over the whole optimizer step.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING
+from contextlib import suppress
 
 from .logprobs import LogProbs, linear_logprobs
+from .token_nll import dft_nll, label_smoothed_nll, token_nll, weighted_sum, z_loss
 
-if TYPE_CHECKING:
+# each of these files may be taken away, together with the stages that need it
+with suppress(ModuleNotFoundError):
     from .dpo import (
         DPO_LOSS_TYPES,
         LENGTH_NORMALISED,
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
         dpo_loss,
         ld_dpo_weights,
     )
+    from .preference import aot_margins
+with suppress(ModuleNotFoundError):
     from .kto import KTO_LOSS_TYPES, kto_loss
+with suppress(ModuleNotFoundError):
     from .ppo import (
         PolicyLoss,
         ValueLoss,
@@ -32,9 +36,8 @@ if TYPE_CHECKING:
         token_rewards,
         whiten,
     )
-    from .preference import aot_margins
+with suppress(ModuleNotFoundError):
     from .reward_model import reward_loss
-from .token_nll import dft_nll, label_smoothed_nll, token_nll, weighted_sum, z_loss
 
 __all__ = [
     "DPO_LOSS_TYPES",
@@ -64,13 +67,3 @@ __all__ = [
     "whiten",
     "z_loss",
 ]
-
-
-def __getattr__(name: str) -> object:
-    """Import the file of a loss when the loss is first asked for."""
-    if name in __all__:
-        for file in ("dpo", "kto", "ppo", "preference", "reward_model"):
-            names = vars(import_module(f".{file}", __name__))
-            if name in names:
-                return names[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,8 +10,7 @@ Files may also hold the tensors on the right, which are read as they are. gpt-os
 
 import re
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack
-from functools import cache
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -33,15 +32,15 @@ class JoinedTensor(NamedTuple):
     def read(self, start: int, stop: int, device: torch.device | str = "cpu") -> Tensor:
         """Return the flat elements [start, stop), row-major; only the parts that hold them are touched."""
         pieces, before = [torch.empty(0, dtype=self.dtype, device=device)], 0
-        with ExitStack() as stack:
-            opened = cache(lambda file: stack.enter_context(safe_open(file, "pt")))
-            for part in self.parts:
-                size = part.shape.numel()
-                low, high = max(start - before, 0), min(stop - before, size)
-                before += size
-                if low < high:
-                    pieces.append(part.read_from(opened(part.file), low, high, device))
-            return torch.cat(pieces)
+        for path, parts in groupby(self.parts, lambda part: part.file):
+            with safe_open(path, "pt") as file:
+                for part in parts:
+                    size = part.shape.numel()
+                    low, high = max(start - before, 0), min(stop - before, size)
+                    before += size
+                    if low < high:
+                        pieces.append(part.read_from(file, low, high, device))
+        return torch.cat(pieces)
 
 
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -73,21 +72,17 @@ class BlockTensor(NamedTuple):
         values = torch.tensor([*_FP4, *(-x for x in _FP4)], dtype=self.dtype, device=device)
         pairs = values[torch.stack([byte & 15, byte >> 4], -1)]  # the two values of each byte
         pieces = [values[:0]]
-        with ExitStack() as stack:
-            blocks, scales = (
-                stack.enter_context(safe_open(part.file, "pt")).get_tensor(part.name)
-                for part in (self.blocks, self.scales)
-            )
-            for number in range(start // size, -(-stop // size)):
-                powers = (scales[number].to(device).float() - 127).exp2().to(self.dtype)
-                columns = pairs[blocks[number].to(device).int()].flatten(2) * powers[..., None]
-                if not columns.isfinite().all():
-                    raise FloatingPointError(
-                        f"{self.scales.name} in {self.scales.file.absolute()} holds scales that make infinite weights; "
-                        "download it again"
-                    )
-                matrix, begin = columns.flatten(1).t().flatten(), number * size
-                pieces.append(matrix[max(start - begin, 0) : stop - begin])
+        blocks, scales = self.blocks.pages(), self.scales.pages()
+        for number in range(start // size, -(-stop // size)):
+            powers = (scales[number].to(device).float() - 127).exp2().to(self.dtype)
+            columns = pairs[blocks[number].to(device).int()].flatten(2) * powers[..., None]
+            if not columns.isfinite().all():
+                raise FloatingPointError(
+                    f"{self.scales.name} in {self.scales.file.absolute()} holds scales that make infinite weights; "
+                    "download it again"
+                )
+            matrix, begin = columns.flatten(1).t().flatten(), number * size
+            pieces.append(matrix[max(start - begin, 0) : stop - begin])
         return torch.cat(pieces)
 
 

@@ -40,6 +40,11 @@ class StoredTensor(NamedTuple):
     dtype: torch.dtype
     is_packed: bool = False
 
+    def pages(self) -> Tensor:
+        """Return a view of the file's pages, of which none is read yet."""
+        with safe_open(self.file, "pt") as file:
+            return file.get_tensor(self.name)
+
     def whole(self) -> Tensor:
         """Return the tensor on the CPU."""
         return self.read(0, self.shape.numel()).view(self.shape)
@@ -52,7 +57,7 @@ class StoredTensor(NamedTuple):
     def read_from(
         self, file: safe_open, start: int, stop: int, device: torch.device | str = "cpu"
     ) -> Tensor:
-        """Return the same elements from the tensor's file, which is open; on the CPU a view of the file's pages."""
+        """Do what `read` does, with the tensor's file open."""
         part = file.get_tensor(self.name).view(-1)[start:stop]
         if torch.device(device).type == "cuda":
             part = _on_gpu(part, device)
@@ -248,17 +253,15 @@ class WeightFiles:
                 "the adapter into its base with PEFT"
             )
         for name, pair in pairs.items():
-            adapted = self.tensors.get(name)
             shapes = {kind: list(tensor.shape) for kind, tensor in pair.items()}
-            shape = adapted.shape if adapted else ()
-            # a matrix, or the matrices of experts; zeros fit nothing
-            experts, outputs, inputs = {2: (0, *shape), 3: shape}.get(len(shape), (0, 0, 0))
+            sides = list(self.tensors[name].shape) if name in self.tensors else []
+            experts = sides.pop(0) if len(sides) == 3 else 0
             # of experts, those with transposed matrices have biases, and no others
             transposed = f"{name}_bias" in self.tensors
             if transposed:
-                outputs, inputs = inputs, outputs
+                sides.reverse()
             rows = rank * (experts or 1)
-            if shapes != {"A": [rows, inputs], "B": [outputs, rows]}:
+            if len(sides) != 2 or shapes != {"A": [rows, sides[1]], "B": [sides[0], rows]}:
                 raise ValueError(
                     f"{path.absolute()} adapts {name} by matrices of shapes {shapes}, which the base model "
                     f"{base.folder.absolute()} does not fit; correct base_model_name_or_path"

@@ -58,10 +58,8 @@ class DecoderLayer(nn.Module):
             from models.delta import GatedDelta
 
             self.linear_attn = GatedDelta(config, attention, linear)
-            self.mixer_name = "linear_attn"
         else:
             self.self_attn = SelfAttention(config, attention, linear)
-            self.mixer_name = "self_attn"
         self.mlp: Any
         if kind.feed_forward == "experts":
             from models.moe import MoE
@@ -84,7 +82,8 @@ class DecoderLayer(nn.Module):
     @property
     def mixer(self) -> Mixer:
         """The part that mixes tokens, whose steps ulysses/memory/layer_node.py describes."""
-        return getattr(self, self.mixer_name)  # type: ignore[no-any-return]
+        is_linear = self.kind.mixer == "linear_attention"
+        return self.linear_attn if is_linear else self.self_attn  # type: ignore[return-value]
 
     @property
     def norms(self) -> list[Norm]:

@@ -179,8 +179,10 @@ class MoE(nn.Module):
         record: RouterRecord,
     ) -> None:
         super().__init__()
-        self.router_name = "router" if config.family.clamped_experts else "gate"
-        self.register_module(self.router_name, Router(config))
+        if config.family.clamped_experts:
+            self.router = Router(config)
+        else:
+            self.gate = Router(config)
         self.experts = ExpertMatrices(config, linear)
         self.record, self.layer_number = record, record.layers
         record.layers += 1
@@ -198,7 +200,7 @@ class MoE(nn.Module):
     @property
     def router_module(self) -> Router:
         """The router, under the name that files have for it."""
-        return getattr(self, self.router_name)  # type: ignore[no-any-return]
+        return self.router if self.experts.clamped else self.gate
 
     @property
     def is_capturable(self) -> bool:

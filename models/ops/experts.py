@@ -20,7 +20,7 @@ from losses.precision import at_least_float32
 from models.ops.gated_mlp import ACTIVATIONS
 from models.ops.linear import Adapter, GradientSums, Saved, trained
 from models.ops.norm import in_plain_torch, triton_kernels
-from ulysses.parallel.layout import Tensors
+from ulysses.parallel.layout import Tensors, copy_strided
 
 
 def weighted(both: Tensor, weights: Tensor, kind: str) -> Tensor:
@@ -138,17 +138,6 @@ class Order(NamedTuple):
         return at_least_float32(by_row).sum(1).to(parts.dtype)
 
 
-def copy_rows(source: Tensor, out: Tensor) -> None:
-    """Copy a dense tensor to one whose rows have gaps between them.
-
-    torch would copy number by number. 16 bytes at a time are as fast as the memory.
-    """
-    size = 16 // source.element_size()
-    if all(x % size == 0 for t in (source, out) for x in (t.shape[-1], *t.stride()[:-1])):
-        source, out = source.view(torch.complex128), out.view(torch.complex128)
-    out.copy_(source)
-
-
 def is_grouped(*tensors: Tensor) -> bool:
     """Tell whether torch multiplies all groups in one call without waiting for their sizes."""
     aligned = all(t.shape[-1] * t.element_size() % 16 == 0 for t in tensors)
@@ -222,19 +211,20 @@ class Stack(NamedTuple):
     def _through(self, rows: Tensor, ends: Tensor, *, back: bool) -> Tensor:
         """Multiply rows by the matrices, or gradients by their transposes."""
         from_narrow = self.narrow(rows, ends, back=back)
-        is_turned = back == self.transposed
-        if self.packed is None and from_narrow is None:
-            matrices = self.matrices.mT if is_turned else self.matrices
-            return grouped_product(rows, matrices, ends)
-        size = list(self.matrices.shape if self.packed is None else self.packed.shape)
-        axis = 2 if is_turned else 1
-        joined = rows.new_empty([n + self.room * (i == axis) for i, n in enumerate(size)])
-        whole = joined.narrow(axis, 0, size[axis])
-        if self.packed is None:
-            copy_rows(self.matrices, whole)
-        else:
-            self.packed.unpack(self.matrices, rows.dtype, whole)
-        matrices = joined.mT if is_turned else joined
+        is_turned, matrices = back == self.transposed, self.matrices
+        if self.packed is not None or from_narrow is not None:
+            size = list(matrices.shape if self.packed is None else self.packed.shape)
+            axis = 2 if is_turned else 1
+            without_room = size[axis]
+            size[axis] += self.room
+            matrices = rows.new_empty(size)
+            whole = matrices.narrow(axis, 0, without_room)
+            if self.packed is None:
+                copy_strided(whole, self.matrices)
+            else:
+                self.packed.unpack(self.matrices, rows.dtype, whole)
+        if is_turned:
+            matrices = matrices.mT
         if from_narrow is not None:
             matrices[:, -self.room :] = from_narrow
         return grouped_product(rows, matrices, ends)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from losses.precision import at_least_float32, has_wide_products, wide_product
-from ulysses.parallel.layout import Context, Tensors
+from ulysses.parallel.layout import Tensors
 
 
 class Adapter(NamedTuple):
@@ -140,17 +140,17 @@ def trained(tensors: Sequence[Tensor | None]) -> list[Tensor]:
 class _Node(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context[Operation], operation: Operation, count: int, *tensors: Tensor
+        ctx: Any, operation: Operation, count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         results, saved = operation.run(*tensors[:count])
         ctx.save_for_backward(*saved)
-        ctx.rest = operation
+        ctx.operation = operation
         return tuple(results)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context[Operation], *grads: Tensor) -> tuple[Tensor | None, ...]:
-        operation, sums = ctx.rest, GradientSums(whole=True)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        operation, sums = ctx.operation, GradientSums(whole=True)
         to_inputs = operation.run_back(ctx.saved_tensors, grads, sums)
         return None, None, *to_inputs, *sums.of(trained(operation.tensors))
 
@@ -272,17 +272,16 @@ class Products:
         ):
             return stacked([m.dense(dtype) for m in self.matrices])
         size = sum(self.widths), first.packed.shape[1]
-        parts = torch.empty(size, dtype=dtype, device=first.weight.device).split(self.widths)
-        unpacked = [
-            m.packed.unpack(m.weight, dtype, part) for m, part in zip(self.matrices, parts)
-        ]
-        return stacked(unpacked)
+        whole = torch.empty(size, dtype=dtype, device=first.weight.device)
+        for m, part in zip(self.matrices, whole.split(self.widths)):
+            m.packed.unpack(m.weight, dtype, part)
+        return [whole]
 
     @property
     def _a(self) -> Tensor:
         """The a's of all adapters, one below the other."""
-        whole, *others = stacked([x.a for x in self.adapters])
-        return torch.cat([x.a for x in self.adapters]) if others else whole
+        parts = stacked([x.a for x in self.adapters])
+        return parts[0] if len(parts) == 1 else torch.cat([*parts])
 
     def _dropped(self, x: Tensor) -> Tensor:
         """Return the rows after dropout."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ulysses.memory.levels import Rope
-from ulysses.parallel.layout import AttentionPlan, Context, DocumentBounds, VarlenCall
+from ulysses.parallel.layout import AttentionPlan, DocumentBounds, VarlenCall
 
 MOST_SIZES = 24  # each recorded size keeps the memory of its inputs and results
 SMALLEST = 128  # rows, and the length of the longest document
@@ -210,13 +210,10 @@ class _Recorded:
         self.bounds[: len(cu)] = cu
 
 
-ReplayContext = Context[tuple[_Recorded, _ForwardPass, int]]
-
-
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: ReplayContext,
+        ctx: Any,
         hidden: Tensor,
         ropes: Ropes,
         cu: Tensor,
@@ -230,7 +227,7 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: ReplayContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         recorded, this_pass, rows = ctx.rest
         del ctx.rest, this_pass  # from here on another pass may run
         recorded.grad[:rows] = grad

@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from ulysses.memory.levels import Rope
 from ulysses.memory.offload import OffloadedTensors
 from ulysses.parallel.attention import Attention
-from ulysses.parallel.layout import AttentionPlan, Context, Tensors
+from ulysses.parallel.layout import AttentionPlan, Tensors
 
 RandomState = tuple[Tensor, Tensor | None]  # of the CPU generator, and of the current GPU's
 
@@ -65,11 +65,6 @@ class SavedTensors:
         return self._tensors
 
 
-LayerContext = Context[
-    tuple[Any, Rope, AttentionPlan, SavedTensors | OffloadedTensors, list[RandomState]]
-]
-
-
 class LayerNode(torch.autograd.Function):
     """Run a DecoderLayer of models/layers.py, hidden [S, D] -> [S, D], at its level `recompute`, which is not "none".
 
@@ -79,7 +74,7 @@ class LayerNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: LayerContext,
+        ctx: Any,
         layer: Any,
         rope: Rope,
         plan: AttentionPlan,
@@ -111,7 +106,7 @@ class LayerNode(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: LayerContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layer, rope, plan, saved, random_states = ctx.rest
         del ctx.rest
         hidden, *results = saved.tensors()

@@ -41,7 +41,6 @@ from .kernels.document import (
 )
 from .layout import (
     AttentionPlan,
-    Context,
     Tensors,
     VarlenCall,
     head_layout,
@@ -120,7 +119,6 @@ class Attention(Protocol):
 
 
 HEADS = 3  # tensors of heads: q, k and v, or what linear attention has in their place
-AttendContext = Context[tuple[Attention, AttentionPlan]]
 
 
 class AttendNode(torch.autograd.Function):
@@ -131,25 +129,25 @@ class AttendNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: AttendContext, attention: Attention, plan: AttentionPlan, *tensors: Tensor
+        ctx: Any, attention: Attention, plan: AttentionPlan, *tensors: Tensor
     ) -> Tensor:
         exchange, parameters = attention.exchange(plan), tensors[HEADS:]
         shards = exchange.to_heads(tensors[:HEADS])
         results = attention.attend_forward(shards, plan, *parameters)
         kept = results if attention.reads_results else ()
-        ctx.save_for_backward(*shards, *kept, *parameters)
-        ctx.rest = attention, plan
+        ctx.save_for_backward(*parameters, *shards, *kept)
+        ctx.attention, ctx.plan = attention, plan
         return exchange.to_tokens(results[0])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: AttendContext, grad: Tensor) -> tuple[Tensor | None, ...]:
-        attention, plan = ctx.rest
-        kept, count = ctx.saved_tensors, len(ctx.needs_input_grad) - 2 - HEADS
-        kept, parameters = kept[: len(kept) - count], kept[len(kept) - count :]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        attention, plan = ctx.attention, ctx.plan
+        count = len(ctx.needs_input_grad) - 2 - HEADS
+        parameters, saved = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         exchange = attention.exchange(plan)
         grads, of_trained = attention.attend_backward(
-            exchange.to_tokens_backward(grad), kept[:HEADS], kept[HEADS:], plan, *parameters
+            exchange.to_tokens_backward(grad), saved[:HEADS], saved[HEADS:], plan, *parameters
         )
         more = iter(of_trained)
         of_parameters = [next(more) if p.requires_grad else None for p in parameters]

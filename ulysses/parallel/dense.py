@@ -3,11 +3,13 @@
 Letters: B sequences, S tokens of each, P sequence-parallel ranks, H heads, E head dim.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .layout import AttentionPlan, Context, Device, contiguous, packed_plan
+from .layout import AttentionPlan, Device, contiguous, packed_plan
 from .mesh import ParallelMesh
 
 
@@ -17,10 +19,6 @@ def dense_plan(mesh: ParallelMesh, local_tokens: int, device: Device) -> Attenti
     size = total // mesh.row_parallel_size
     sets = [[(start, start + size)] for start in range(0, total, size)]
     return packed_plan(torch.tensor([0, total]), sets, mesh, device)
-
-
-# the group, the axis that is split, and the axis that is gathered
-SwapContext = Context[tuple[dist.ProcessGroup | None, int, int]]
 
 
 class SeqAllToAll4D(torch.autograd.Function):
@@ -43,19 +41,19 @@ class SeqAllToAll4D(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: SwapContext,
+        ctx: Any,
         group: dist.ProcessGroup | None,
         input: Tensor,
         scatter_idx: int,
         gather_idx: int,
     ) -> Tensor:
-        ctx.rest = group, scatter_idx, gather_idx
+        ctx.group, ctx.scatter_idx, ctx.gather_idx = group, scatter_idx, gather_idx
         return _swap_axes(input, group, scatter_idx, gather_idx)
 
     @staticmethod
-    def backward(ctx: SwapContext, grad: Tensor) -> tuple[None, Tensor, None, None]:
-        group, scatter_idx, gather_idx = ctx.rest
-        return None, _swap_axes(grad, group, gather_idx, scatter_idx), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
+        back = _swap_axes(grad, ctx.group, ctx.gather_idx, ctx.scatter_idx)
+        return None, back, None, None
 
 
 def _swap_axes(

@@ -41,7 +41,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,21 +51,7 @@ from .ranges import Range, count_rows, rows_between, rows_of
 
 Device = torch.device | str
 Tensors = Sequence[Tensor]
-Rest = TypeVar("Rest")
 _WIDE = 16  # bytes that a GPU's thread moves at once
-
-
-class Context(Protocol[Rest]):
-    """The type of `ctx`, through which the forward of an autograd function hands to the backward what it needs.
-
-    Tensors go through save_for_backward, where None stays None; `rest` holds everything else.
-    """
-
-    rest: Rest
-    saved_tensors: tuple[Tensor, ...]
-    needs_input_grad: tuple[bool, ...]
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
 
 
 def to_device(tensor: Tensor, device: Device) -> Tensor:

@@ -11,12 +11,13 @@ counted once. (The adjoint of the all-reduce would multiply it by the number of 
 Letters: T packed tokens, S tokens on this rank, N sequences.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .batch import ShardedBatch
-from .layout import Context
 
 
 def segment_sums(values: Tensor, batch: ShardedBatch) -> Tensor:
@@ -47,13 +48,10 @@ def gather_tokens(values: Tensor, batch: ShardedBatch) -> Tensor:
     return packed[: batch.num_tokens]
 
 
-SumContext = Context[tuple[Tensor, torch.dtype]]
-
-
 class _SegmentSums(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: SumContext, values: Tensor, batch: ShardedBatch) -> Tensor:
-        ctx.rest = batch.sequence_ids, values.dtype
+    def forward(ctx: Any, values: Tensor, batch: ShardedBatch) -> Tensor:
+        ctx.sequence_ids, ctx.dtype = batch.sequence_ids, values.dtype
         # column by column: a GPU adds the rows of a vector in parallel, those of a matrix one after the other
         columns = values.double().reshape(len(values), -1).t().contiguous()
         starts = batch.sequence_starts
@@ -66,7 +64,6 @@ class _SegmentSums(torch.autograd.Function):
         return sums.view(-1, *values.shape[1:]).to(wide)
 
     @staticmethod
-    def backward(ctx: SumContext, grad: Tensor) -> tuple[Tensor, None]:
-        sequence_ids, dtype = ctx.rest
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         padded = torch.cat([grad, grad.new_zeros((1, *grad.shape[1:]))])  # the tail's row
-        return padded.index_select(0, sequence_ids).to(dtype), None
+        return padded.index_select(0, ctx.sequence_ids).to(ctx.dtype), None

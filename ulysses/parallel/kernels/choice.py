@@ -28,15 +28,16 @@ from torch import Tensor
 from ..layout import DocumentBounds
 from . import short, varlen
 from .document import (
+    CPU,
     CUDNN,
     CUDNN_ELEMENTS,
-    DOCUMENT_KERNELS,
+    REFERENCE,
     InputGradients,
     Inputs,
+    PackKernel,
     Results,
+    by_document,
     document_runs,
-    run_backward,
-    run_forward,
 )
 
 VARLEN = ("flash4", "torch")  # on a GPU; the other kernels work document by document
@@ -184,35 +185,38 @@ def is_worth_plans(documents: DocumentBounds) -> bool:
     )
 
 
+# What runs on a pack, by name. "torch" is torch's kernel on a GPU, "cpu" the one on a CPU.
+PACK_KERNELS = {
+    "flash4": PackKernel(varlen.flash4_forward, varlen.flash4_backward),
+    "torch": PackKernel(varlen.torch_forward, varlen.torch_backward),
+    "short": PackKernel(short.forward, short.backward),
+    "cudnn": by_document(CUDNN),
+    "cpu": by_document(CPU),
+    "reference": by_document(REFERENCE),
+}
+
+
 def _kernel_for(name: str, inputs: Inputs, documents: DocumentBounds) -> str:
-    """Return the kernel that computes this call on a GPU when `name` was chosen."""
+    """Return which of PACK_KERNELS computes this call when the kernel of that name was chosen."""
     q = inputs.q
+    if not q.is_cuda:
+        return "cpu" if name == "torch" else name
+    case = q.device, q.dtype, q.shape[-1], inputs.window
     if q.numel() > CUDNN_ELEMENTS:
-        return "torch" if name == "cudnn" else name
-    if name != "torch" or not is_worth_plans(documents):
-        return name
-    return name if _why_not("cudnn", q.device, q.dtype, q.shape[-1], inputs.window) else "cudnn"
+        name = "torch" if name == "cudnn" else name
+    elif name == "torch" and is_worth_plans(documents) and not _why_not("cudnn", *case):
+        name = "cudnn"
+    return "short" if name in VARLEN and short.usable(inputs, documents) else name
 
 
 def kernel_forward(name: str, inputs: Inputs, documents: DocumentBounds) -> Results:
     """Run a kernel's forward on every document."""
-    name = _kernel_for(name, inputs, documents) if inputs.q.is_cuda else name
-    if not inputs.q.is_cuda or name not in VARLEN:
-        return run_forward(DOCUMENT_KERNELS[name], inputs, documents)
-    if short.usable(inputs, documents):
-        return short.forward(inputs, documents)
-    run = varlen.flash4_forward if name == "flash4" else varlen.torch_forward
-    return run(inputs, documents)
+    return PACK_KERNELS[_kernel_for(name, inputs, documents)].forward(inputs, documents)
 
 
 def kernel_backward(
     name: str, dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, documents: DocumentBounds
 ) -> InputGradients:
     """Run a kernel's backward on every document; out and lse may be joint ones of further keys."""
-    name = _kernel_for(name, inputs, documents) if dout.is_cuda else name
-    if not dout.is_cuda or name not in VARLEN:
-        return run_backward(DOCUMENT_KERNELS[name], dout, inputs, out, lse, documents)
-    if short.usable(inputs, documents):
-        return short.backward(dout, inputs, out, lse, documents)
-    run = varlen.flash4_backward if name == "flash4" else varlen.torch_backward
-    return run(dout, inputs, out, lse, documents)
+    kernel = PACK_KERNELS[_kernel_for(name, inputs, documents)]
+    return kernel.backward(dout, inputs, out, lse, documents)

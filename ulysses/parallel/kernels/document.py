@@ -30,14 +30,24 @@ from ..layout import DocumentBounds
 ONE_DOCUMENT = 8192  # from so many rows on a single document runs in other kernels of flash4
 SHORT = 512  # up to so many rows a document the kernels of short.py are the fastest
 TILE_SCORES = 1 << 24  # attention scores that the plain kernel holds at once
-CUDNN_ELEMENTS = (
-    1 << 31
-)  # of the queries in a call of cuDNN, whose gradients are wrong from there on (9.19)
+# of the queries in a call of cuDNN, whose gradients are wrong from there on (9.19)
+CUDNN_ELEMENTS = 1 << 31
 LEAST_ROWS = 64  # of query rows in a tile under a window
 MERGED_ROWS = 8192  # rows whose float32 sums `merge_attention` holds at once
 
 Results = tuple[Tensor, Tensor]  # out, lse
 InputGradients = tuple[Tensor, ...]  # dq, dk, dv
+
+
+class PackKernel(NamedTuple):
+    """A kernel for a whole pack: q, out, dout [Tq, H, E], k and v [Tk, K, E], lse [H, Tq].
+
+    forward(inputs, documents) -> out, lse; backward(dout, inputs, out, lse, documents) -> dq, dk, dv, where out and lse
+    may be joint ones of further keys.
+    """
+
+    forward: Callable[..., Results]
+    backward: Callable[..., InputGradients]
 
 
 class Inputs(NamedTuple):
@@ -91,11 +101,51 @@ def document_runs(documents: DocumentBounds) -> Iterator[DocumentRun]:
             yield DocumentRun(1 + sum(1 for _ in run), rows, keys, first_row, first_key)
 
 
+class _Call(NamedTuple):
+    """A kernel's call for a run of `number` documents.
+
+    rows, keys: those of the run in the pack. part: which keys of every document the call has.
+    """
+
+    kernel: DocumentKernel
+    inputs: Inputs
+    number: int
+    rows: slice
+    keys: slice
+    part: slice
+
+
+def _run_calls(
+    kernel: DocumentKernel, packed: Inputs, documents: DocumentBounds
+) -> Iterator[_Call]:
+    """Yield the calls of all runs of documents; of two for the same rows the one with the earlier keys comes first."""
+    for number, nq, nk, row, key in document_runs(documents):
+        rows, keys = slice(row, row + number * nq), slice(key, key + number * nk)
+        query, *key_value = (
+            _by_document(x[part], number) for x, part in zip(packed[:3], (rows, keys, keys))
+        )
+        window = packed.window if nk > (packed.window or nk) else None
+        run_kernel = REFERENCE if window else kernel
+        earlier = nk - nq  # the keys before that of the first row itself, if the mask is causal
+        parts = [(0, nk, packed.causal)]
+        if packed.causal and earlier and not run_kernel.bottom_right:
+            parts = [(0, earlier, False), (earlier, nk, True)]
+        for low, high, causal in parts:
+            part, is_short = slice(low, high), min(nq, high - low) < run_kernel.shortest
+            k, v = (x[:, :, part] for x in key_value)
+            inputs = Inputs(query, k, v, causal, packed.scale, window)
+            call_kernel = REFERENCE if is_short else run_kernel
+            yield _Call(call_kernel, inputs, number, rows, keys, part)
+
+
 def run_forward(kernel: DocumentKernel, inputs: Inputs, documents: DocumentBounds) -> Results:
     """Run a kernel on every document of q [Tq, H, E], k and v [Tk, K, E]; returns out [Tq, H, E], lse [H, Tq]."""
     calls = [*_run_calls(kernel, inputs, documents)]
     results = (call.kernel.forward(call.inputs) for call in calls)
-    packed = ((_packed(out), _packed_lse(lse)) for out, lse in results)
+    # [D, H, n] -> [H, D n], contiguous
+    packed = (
+        (_packed(out), lse.transpose(0, 1).flatten(1).contiguous()) for out, lse in results
+    )
     if len(calls) == 1:
         return next(packed)
     q = inputs.q
@@ -103,7 +153,7 @@ def run_forward(kernel: DocumentKernel, inputs: Inputs, documents: DocumentBound
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=wide, device=q.device)
     for call, (call_out, call_lse) in zip(calls, packed):
-        if call.is_first:
+        if call.part.start == 0:
             out[call.rows], lse[:, call.rows] = call_out, call_lse
         else:
             merge_attention(out, lse, call.rows, call_out, call_lse)
@@ -148,9 +198,9 @@ def run_backward(
         return tuple(map(_packed, next(results)))
     dq, dk, dv = empty_gradients(inputs)
     for call, (call_dq, *key_grads) in zip(calls, results):
-        for grad, part in zip((dk, dv), key_grads):
-            call.its_keys(grad).copy_(part)
-        if call.is_first:
+        for grad, of_part in zip((dk, dv), key_grads):
+            _by_document(grad[call.keys], call.number)[:, :, call.part].copy_(of_part)
+        if call.part.start == 0:
             dq[call.rows] = _packed(call_dq)
         else:
             dq[call.rows] += _packed(call_dq)
@@ -161,51 +211,6 @@ def empty_gradients(inputs: Inputs) -> list[Tensor]:
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3]]
 
 
-class _Call(NamedTuple):
-    """A kernel's call for a run of `number` documents.
-
-    rows: of the run in the pack. its_keys: turns packed keys [Tk, K, E] into a view of those of the call [D, K, n, E].
-    is_first: whether no call before it had these rows.
-    """
-
-    kernel: DocumentKernel
-    inputs: Inputs
-    rows: slice
-    number: int
-    its_keys: Callable[[Tensor], Tensor]
-    is_first: bool
-
-
-def _run_calls(
-    kernel: DocumentKernel, packed: Inputs, documents: DocumentBounds
-) -> Iterator[_Call]:
-    """Yield the calls of all runs of documents."""
-    for number, nq, nk, row, key in document_runs(documents):
-        rows, all_keys = slice(row, row + number * nq), slice(key, key + number * nk)
-        diagonal = nk - nq  # the key of the first row itself, if the mask is causal
-        window = packed.window if nk > (packed.window or nk) else None
-        run_kernel = REFERENCE if window else kernel
-        parts = [(0, nk, packed.causal)]
-        if packed.causal and diagonal and not run_kernel.bottom_right:
-            parts = [(0, diagonal, False), (diagonal, nk, True)]
-        for low, high, causal in parts:
-            its_keys = partial(_keys_by_document, all_keys, number, slice(low, high))
-            tensors = (
-                _by_document(packed.q[rows], number),
-                its_keys(packed.k),
-                its_keys(packed.v),
-            )
-            inputs = Inputs(*tensors, causal, packed.scale, window)
-            is_short = min(nq, high - low) < run_kernel.shortest
-            call_kernel = REFERENCE if is_short else run_kernel
-            yield _Call(call_kernel, inputs, rows, number, its_keys, low == 0)
-
-
-def _keys_by_document(run: slice, number: int, part: slice, packed: Tensor) -> Tensor:
-    """Return a view of a part of the keys of every document of a run."""
-    return _by_document(packed[run], number)[:, :, part]
-
-
 def _by_document(rows: Tensor, number: int) -> Tensor:
     """[D n, heads, E] -> [D, heads, n, E], a view."""
     return rows.unflatten(0, (number, -1)).transpose(1, 2)
@@ -214,11 +219,6 @@ def _by_document(rows: Tensor, number: int) -> Tensor:
 def _packed(values: Tensor) -> Tensor:
     """[D, heads, n, E] -> [D n, heads, E], contiguous."""
     return values.transpose(1, 2).flatten(0, 1).contiguous()
-
-
-def _packed_lse(lse: Tensor) -> Tensor:
-    """[D, H, n] -> [H, D n], contiguous."""
-    return lse.transpose(0, 1).flatten(1).contiguous()
 
 
 # --- plain matrix products ---------------------------------------------------------------------------------------
@@ -325,4 +325,8 @@ REFERENCE = DocumentKernel(_plain_forward, _plain_backward, bottom_right=True)
 CPU = DocumentKernel(_cpu_forward, _cpu_backward)
 # cuDNN refuses some tiny shapes, such as the tail of a pack, and builds a plan for each of the others
 CUDNN = DocumentKernel(_cudnn_forward, _cudnn_backward, shortest=64)
-DOCUMENT_KERNELS = {"cudnn": CUDNN, "torch": CPU, "reference": REFERENCE}
+
+
+def by_document(kernel: DocumentKernel) -> PackKernel:
+    """Return what runs a kernel on every document of a pack."""
+    return PackKernel(partial(run_forward, kernel), partial(run_backward, kernel))
