@@ -117,10 +117,9 @@ def trained_engine(
             memory=memory,
         )
         if model.freeze_router:
-            from models.moe import Router
-
-            for router in filter(lambda m: isinstance(m, Router), module.modules()):
-                router.requires_grad_(False)
+            for layer in module.model.layers:
+                if layer.kind.feed_forward == "experts":
+                    layer.mlp.router_module.requires_grad_(False)
         return add_adapters(module, model.lora) if model.lora.rank else module
 
     settings, adamw = _zero_settings(config, weights.shape), config.optimizer

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ulysses.gradients.gradients import Gradients
 from ulysses.zero.across_ranks import AveragedReduction
 from ulysses.zero.construct import streaming_memory
-from ulysses.zero.partition import MakeOptimizer, parameter_slices, shard_of, sub_groups
+from ulysses.zero.partition import MakeOptimizer, parameter_slices, sub_groups
 from ulysses.zero.reduce import GradientReduction
 from ulysses.zero.resident import ResidentWeights
 from ulysses.zero.settings import ZeroSettings
@@ -45,7 +45,7 @@ class ZeroEngine:
     ) -> None:
         self.module, self.device = model, next(model.parameters()).device
         self.units = [module for module in model.modules() if type(module) in unit_kinds]
-        if shard_of(next(model.parameters())).whole is not None:
+        if next(model.parameters()).shard.whole is not None:
             self.weights: Any = ResidentWeights(model, self.units)
         else:
             from ulysses.zero.deepspeed_internals import ShardedWeights
@@ -71,7 +71,7 @@ class ZeroEngine:
     def destroy(self) -> None:
         """Give all memory back; nothing of the engine may be used afterwards."""
         self.weights.close()
-        free([(p, shard_of(p).local) for p in self.module.parameters()])
+        free([(p, p.shard.local) for p in self.module.parameters()])
 
 
 class TrainedEngine(ZeroEngine):

@@ -1,7 +1,6 @@
 # ruff: noqa: N803 (Triton names its compile-time arguments in capitals)
-"""The engine's two kernels for GPUs: the mean of all ranks' gradients, and AdamW's update in one pass over memory.
+"""A kernel for GPUs: AdamW's update in one pass over memory.
 
-The update
     reads    gradient (wherever it is, times the factor of clipping), master weight, both moments
     writes   master weight, both moments, and the weight in the model's dtype where the model has it
 
@@ -30,20 +29,6 @@ _BLOCK = 2048
 _ALIGNED = 16  # elements; a greater common alignment of addresses and lengths is of no use
 
 if AVAILABLE:
-
-    @triton.jit
-    def _average_kernel(
-        copies, target, count, W: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr
-    ):
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        mask = at < count
-        total = tl.load(copies + at, mask).to(tl.float32)
-        for r in tl.static_range(1, W):
-            total += tl.load(copies + r * count + at, mask).to(tl.float32)
-        total /= W
-        if ADD:
-            total += tl.load(target + at, mask)
-        tl.store(target + at, total, mask)
 
     @triton.jit
     def _adamw_kernel(
@@ -86,14 +71,6 @@ if AVAILABLE:
         tl.store(square + at, v, mask)
         tl.store(master + at, p, mask)
         tl.store(weights + within, p.to(DTYPE), mask)
-
-
-def average(copies: Tensor, target: Tensor, *, add: bool) -> None:
-    """Write the mean over the first axis of contiguous copies [W, n], in float32, to a target [n], or add it."""
-    if blocks := triton.cdiv(len(target), _BLOCK):
-        _average_kernel[(blocks,)](
-            copies, target, len(target), W=len(copies), ADD=add, BLOCK=_BLOCK, num_warps=8
-        )
 
 
 def _in_triton(tensor: Tensor) -> Any:

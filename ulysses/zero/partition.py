@@ -14,7 +14,7 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 class Shard(NamedTuple):
-    """What this rank has of a parameter.
+    """What this rank has of a parameter, whose attribute `shard` it is from the model's construction on.
 
     local: its flat slice, padding included; writing to it changes the weights. shape: of the whole parameter. whole:
     the flat whole with its padding, of which `local` is a part, if the whole stays on every rank; else None.
@@ -35,11 +35,6 @@ class Shard(NamedTuple):
         return min(len(self.local), self.shape.numel() - self.start)
 
 
-def shard_of(parameter: Any) -> Shard:
-    """Return this rank's shard of a parameter, which the construction of the model has made its attribute."""
-    return parameter.shard
-
-
 def sub_groups(
     groups: Sequence[ParameterGroup],
     optimizer: MakeOptimizer,
@@ -58,7 +53,7 @@ def sub_groups(
         weights: list[Tensor] = []
         for p in group.parameters:
             parameters.append(p)
-            weights.append(shard_of(p).local)
+            weights.append(p.shard.local)
             if sum(map(len, weights)) < size and p is not group.parameters[-1]:
                 continue
             master = torch.cat(weights).to(device, torch.float32)
@@ -77,7 +72,7 @@ def sub_groups(
             elif master.is_cuda and weights[0].is_cuda:
                 if gpu_kernels.has_one_pass_update(sub_optimizer):
                     sub_group_class = gpu_kernels.OnePassSubGroup
-            lengths = [shard_of(p).length for p in parameters]
+            lengths = [p.shard.length for p in parameters]
             yield sub_group_class(group, parameters, weights, lengths, master, sub_optimizer)
             parameters, weights = [], []
 
@@ -87,16 +82,15 @@ def parameter_slices(model: nn.Module, sub_group: SubGroup) -> Iterator[Paramete
     names = {p: name for name, p in model.named_parameters()}
     offset = 0
     for p in sub_group.parameters:
-        shard = shard_of(p)
-        size = len(shard.local)
+        shard = p.shard
         yield ParameterSlice(
             name=names[p],
             shape=shard.shape,
             start=shard.start,
             length=shard.length,
-            size=size,
+            size=len(shard.local),
             offset=offset,
             parameter=p,
             sub_group=sub_group,
         )
-        offset += size
+        offset += len(shard.local)

@@ -143,10 +143,6 @@ class ParameterSlice:
         """Return the float32 "master" weights, or one of AdamW's moments."""
         return self.sub_group.state(kind, self.offset, self.length)
 
-    def restore(self, kind: str, values: Tensor) -> None:
-        """Take back what `state` returned and the caller wrote to."""
-        self.sub_group.restore(kind, self.offset, values)
-
     def whole_master(self, device: torch.device) -> Tensor:
         """Return all ranks' master weights of the parameter, in host memory; all ranks call it together."""
         local = self.sub_group.master.narrow(0, self.offset, self.size).to(device)
