@@ -21,7 +21,7 @@ from ulysses.memory.offload import Offloader
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.layer_cost import LayerSetup, layer_costs
 from ulysses.plan.step_cost import Plan
-from ulysses.run.optim import AdamW, parameter_groups
+from ulysses.run.optim import parameter_groups
 from ulysses.stages.base import Stage
 from ulysses.zero.construct import build_partitioned
 from ulysses.zero.engine import TrainedEngine, ZeroEngine
@@ -127,9 +127,13 @@ def trained_engine(
     return TrainedEngine(
         built,
         settings,
-        partial(AdamW, lr=adamw.lr, betas=adamw.betas, eps=adamw.eps, foreach=False),
         parameter_groups(
-            built, adamw.weight_decay, requirements.scopes, eight_bit=adamw.moments == "8bit"
+            built,
+            adamw.weight_decay,
+            requirements.scopes,
+            betas=adamw.betas,
+            eps=adamw.eps,
+            eight_bit=adamw.moments == "8bit",
         ),
         (DecoderLayer,),
         offload_optimizer=config.memory.offload_optimizer,

@@ -78,17 +78,12 @@ def _in_triton(tensor: Tensor) -> Any:
     return getattr(tl, str(tensor.dtype).removeprefix("torch."))
 
 
-def has_one_pass_update(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether OnePassSubGroup takes the same step as the optimizer."""
-    is_usual = not any(optimizer.defaults.get(name) for name in ("amsgrad", "maximize"))
-    return AVAILABLE and is_usual and isinstance(optimizer, torch.optim.AdamW)
-
-
 @dataclass
 class OnePassSubGroup(SubGroup):
     """A sub-group on one GPU, whose tensors stay in their places."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         blocks, numbers, start = [], [_ALIGNED], 0
         for index, (weight, length) in enumerate(zip(self.weights, self.lengths)):
             address = weight.data_ptr()
@@ -102,8 +97,8 @@ class OnePassSubGroup(SubGroup):
 
     def update(self, grads: Sequence[Tensor], lr: float, factor: float) -> None:
         """Take the step and give the result to the model in one pass over memory."""
-        (settings,), state = self.optimizer.param_groups, self.moments
-        beta1, beta2 = settings["betas"]
+        state, group = self.moments, self.group
+        beta1, beta2 = group.betas
         state["step"] += 1
         updates = int(state["step"])
         addresses = [grad.data_ptr() for grad in grads]
@@ -120,13 +115,13 @@ class OnePassSubGroup(SubGroup):
                 self._places,
                 factor,
                 lr / (1 - beta1**updates),
-                1 - lr * settings["weight_decay"],
+                1 - lr * group.weight_decay,
                 beta1,
                 1 - beta1,
                 beta2,
                 1 - beta2,
                 math.sqrt(1 - beta2**updates),
-                settings["eps"],
+                group.eps,
                 DTYPE=_in_triton(self.weights[0]),
                 GRAD_DTYPE=_in_triton(grads[0]),
                 ALIGNED=math.gcd(self._aligned, *addresses),

@@ -1,7 +1,7 @@
 """Describe this rank's shard of every parameter, and form sub-groups of the shards that are trained."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from ulysses.zero import gpu_kernels
 from ulysses.zero.update import ParameterGroup, ParameterSlice, SubGroup
-
-MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 class Shard(NamedTuple):
@@ -36,16 +34,11 @@ class Shard(NamedTuple):
 
 
 def sub_groups(
-    groups: Sequence[ParameterGroup],
-    optimizer: MakeOptimizer,
-    *,
-    size: int,
-    device: torch.device,
+    groups: Sequence[ParameterGroup], size: int, device: torch.device
 ) -> Iterator[SubGroup]:
     """Yield sub-groups of about `size` elements on this rank, in the order of the groups.
 
     Args:
-        optimizer: makes an optimizer from a list of torch's parameter groups.
         device: of master weights, sums of gradients and state; pinned memory if it is the host of a GPU.
     """
     for group in groups:
@@ -60,20 +53,15 @@ def sub_groups(
             pinned = device.type == "cpu" and torch.cuda.is_available()
             if pinned:
                 master = master.pin_memory()
-            sub_optimizer = optimizer(
-                [{"params": [master], "weight_decay": group.weight_decay}]
-            )
-            # Every class takes its settings from the optimizer, whose own step only SubGroup calls.
             sub_group_class = SubGroup
             if group.eight_bit:
                 from ulysses.zero.eight_bit import EightBitSubGroup
 
                 sub_group_class = EightBitSubGroup
-            elif master.is_cuda and weights[0].is_cuda:
-                if gpu_kernels.has_one_pass_update(sub_optimizer):
-                    sub_group_class = gpu_kernels.OnePassSubGroup
+            elif gpu_kernels.AVAILABLE and master.is_cuda and weights[0].is_cuda:
+                sub_group_class = gpu_kernels.OnePassSubGroup
             lengths = [p.shard.length for p in parameters]
-            yield sub_group_class(group, parameters, weights, lengths, master, sub_optimizer)
+            yield sub_group_class(group, parameters, weights, lengths, master)
             parameters, weights = [], []
 
 
