@@ -36,12 +36,12 @@ CPU_WORK = 5e9
 # ---------------------------------------------------------------- the question
 
 
-def published_shape(config: Config, absent: str) -> ModelConfig | None:
-    """Return the published shape that a hub id, such as "meta-llama/Meta-Llama-3-8B-Instruct", names, or None.
+def published_shape(config: Config) -> ModelConfig | None:
+    """Return the published shape that model.path, such as "meta-llama/Meta-Llama-3-8B-Instruct", names, or None.
 
     A dry run plans with it if the model is not on this machine.
     """
-    shape = recognised(Path(absent).name)
+    shape = recognised(Path(config.model.path).name)
     return shape and ModelConfig.from_hf(shape.to_hf(), **config.model.rope.changes())
 
 

@@ -145,12 +145,10 @@ def trained_engine(
 def layer_memory(plan: Plan) -> LayerMemory:
     """Return what the layers of the trained model keep, and where.
 
-    The first layers' activations wait longest for their backward pass, so they leave the GPU first. Without a GPU they
-    are in host memory already.
+    The first layers' activations wait longest for their backward pass, so they leave the GPU first.
     """
-    away, offloader = plan.offloaded_layers, None
-    if away and plan.question.machine.is_gpu:
-        offloader = Offloader("cuda" if torch.cuda.is_available() else "cpu")
+    away = plan.offloaded_layers
+    offloader = Offloader("cuda" if torch.cuda.is_available() else "cpu") if away else None
     return LayerMemory(
         plan.levels, offloader=offloader, offloaded_layers=away, graphs=plan.graphs
     )

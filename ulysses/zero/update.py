@@ -77,16 +77,16 @@ class SubGroup:
                 are views of that memory; otherwise one process keeps the gradients of its only micro-batch where they
                 are.
         """
-        has_no_sums = self.master.grad is None
-        if has_no_sums:
-            self.master.grad = torch.cat([grad.float() for grad in grads])
+        whole = self.master.grad
+        if whole is None:
+            whole = torch.cat([grad.float() for grad in grads])
         if factor != 1:
-            self.gradient_sums().mul_(factor)
+            whole.mul_(factor)
         state, group = self.moments, self.group
         beta1, beta2 = group.betas
         adamw(
             [self.master],
-            [self.master.grad],
+            [whole],
             *([state[name]] for name in MOMENTS),
             [],
             [state["step"]],
@@ -99,8 +99,6 @@ class SubGroup:
             eps=group.eps,
             maximize=False,
         )
-        if has_no_sums:
-            self.master.grad = None
         self.write()
 
     def write(self) -> None:
