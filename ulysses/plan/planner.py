@@ -6,6 +6,7 @@ All ranks ask the same question, and choose the fastest plan that fits.
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -57,6 +58,7 @@ class PlannedStep(NamedTuple):
     shares: bool = False
 
 
+@cache
 def planner_model(stage: Stage, shape: ModelConfig) -> PlannedModel:
     """Return the planner's view of the trained model, counted on one that has no memory."""
     settings, idle_adapters = stage.config.model, 0
