@@ -11,6 +11,7 @@ from models.arch import ModelConfig
 from ulysses.config.schema import Config, GradientsSection
 from ulysses.config.section import ConfigError
 from ulysses.gradients.chain import GradientPolicyChain, build_chain
+from ulysses.run.trackers import Tracker
 from ulysses.stages.base import Stage
 from ulysses.stages.sft import SftStage
 
@@ -68,14 +69,43 @@ STAGES: dict[str, Callable[[], type[Stage]]] = {
 }
 
 
-# The names in run.trackers, each of which is also the name of the package that it needs. The classes are named as users
-# name their own, and are imported only for a run that asks for them.
-TRACKERS = {
-    "tensorboard": "ulysses.run.trackers.tensorboard:TensorBoard",
-    "wandb": "ulysses.run.trackers.wandb:Wandb",
-    "mlflow": "ulysses.run.trackers.mlflow:Mlflow",
-    "trackio": "ulysses.run.trackers.trackio:Trackio",
-    "swanlab": "ulysses.run.trackers.swanlab:Swanlab",
+def _tensorboard() -> type[Tracker]:
+    from ulysses.run.trackers.tensorboard import TensorBoard
+
+    return TensorBoard
+
+
+def _wandb() -> type[Tracker]:
+    from ulysses.run.trackers.wandb import Wandb
+
+    return Wandb
+
+
+def _mlflow() -> type[Tracker]:
+    from ulysses.run.trackers.mlflow import Mlflow
+
+    return Mlflow
+
+
+def _trackio() -> type[Tracker]:
+    from ulysses.run.trackers.trackio import Trackio
+
+    return Trackio
+
+
+def _swanlab() -> type[Tracker]:
+    from ulysses.run.trackers.swanlab import Swanlab
+
+    return Swanlab
+
+
+# The names in run.trackers, each of which is also the name of the package that it needs.
+TRACKERS: dict[str, Callable[[], type[Tracker]]] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+    "trackio": _trackio,
+    "swanlab": _swanlab,
 }
 
 

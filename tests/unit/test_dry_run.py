@@ -117,23 +117,34 @@ def test_everything_present_is_zero(run, tmp_path):
 
 def test_a_tiny_model_takes_a_time_and_has_one_micro_batch(run, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("ulysses.run.dry_run.cpu_flops", lambda _: 1e18)
     monkeypatch.setattr("ulysses.run.dry_run.step_seconds", lambda _: 1e-4)
     line = [word for word in demo(tmp_path) if word not in ("--gpus", "2")]
     _, text = run(*line, "--parallel.sequence_parallel_size", 1)
     assert text.count("micro-batches:") == 1 and "0.0 s" not in text and "0.00" not in text
-    assert "; <0.01 s / step" in text
+    assert "CPU a step takes about <0.01 s, and" in text and "; <0.01 s / step" in text
 
 
-def test_the_slow_dtype_of_a_machine_without_a_gpu_is_named(run, tmp_path, monkeypatch):
+def test_a_machine_without_a_gpu_is_timed_and_its_slow_dtype_named(run, tmp_path, monkeypatch):
     rates = {"float32": 1e9, "bfloat16": 1e8}
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("ulysses.plan.hardware.cpu_flops", rates.__getitem__)
+    for module in ("run.dry_run", "plan.hardware"):
+        monkeypatch.setattr(f"ulysses.{module}.cpu_flops", rates.__getitem__)
     line = [word for word in demo(tmp_path) if word not in ("--gpus", "2")]
     line += ["--parallel.sequence_parallel_size", "1"]
-    slow = "products of bfloat16 matrices are 10 times slower than those of float32 on this CPU"
-    assert slow in run(*line, "--model.dtype", "bfloat16")[1]
-    assert "slower" not in run(*line, "--model.dtype", "float32")[1]
-    assert "slower" not in run(*line, "--model.dtype", "bfloat16", "--gpus", 2)[1]
+    found = {}
+    for dtype in rates:
+        _, text = run(*line, "--model.dtype", dtype)
+        [(seconds, rest)] = re.findall(
+            r"this machine's CPU a step takes about ([\d.]+) s, and each process about 1\.\d GiB of memory(.*)",
+            text,
+        )
+        found[dtype] = float(seconds), rest
+    assert found["bfloat16"][0] == pytest.approx(10 * found["float32"][0], abs=1)
+    assert not found["float32"][1] and "are 10 times slower than" in found["bfloat16"][1]
+    _, text = run(*line, "--host-memory", 1)
+    assert re.search(r"each process about .* GiB of memory, which is more than is free\n", text)
+    assert "CPU" not in run(*line, "--gpus", 2)[1].rpartition("predicted")[2]
 
 
 def test_settings_that_do_nothing_are_named(run, tmp_path):

@@ -240,21 +240,23 @@ def predict(plan: Plan) -> Prediction:
     kept = sum(of_layers[away:]) + sum(of_layers[: min(away, 2)])
     loss, layer = _working_bytes(plan, model, plan.levels)
     working, of_graphs = max(loss, layer), 0.0
+    vocabulary = q.element_size * model.vocabulary_parameters
     if plan.graphs:
         of_graphs = q.element_size * model.layer_parameters
         working = loss + layer + of_graphs
     # gradients take the place of activations; the vocabulary's gradient comes first
     if plan.keeps_gradients:
         gradients = q.element_size * model.trained - of_graphs
-        vocabulary = q.element_size * model.vocabulary_parameters * model.is_full
-        kept = max(kept + vocabulary, gradients)
+        kept = max(kept + vocabulary * model.is_full, gradients)
     frozen = [m._replace(trained=0) for m in q.others]
     passes = [max(_working_bytes(plan, m, repeat("block"))) for m in frozen]
     sampled = [(model, q.rollout), *((m, q.samples) for m in (model, *q.others) if m.has_head)]
     passes += [_sampling_bytes(plan, m, rollout) for m, rollout in sampled if rollout]
     beside = max([kept + working, *passes]) - kept - working
     allocated = on_gpu + kept + working + beside
-    gpu = allocated * SLACK + CONTEXT_BYTES + COMMUNICATOR_BYTES * (W > 1)
+    # each of gloo's two threads copies the tensor that it gathers
+    buffers = COMMUNICATOR_BYTES if q.machine.is_gpu else 2 * vocabulary
+    gpu = allocated * SLACK + CONTEXT_BYTES + buffers * (W > 1)
     moved = weights + trained - on_gpu + sum(of_layers[:away])
     # a checkpoint passes through host memory, one kind of state at a time
     host = moved + 4 * model.trained / W + PROCESS_BYTES

@@ -3,6 +3,8 @@
 A dry run needs no weights, no data and no GPU: it lists what is absent as findings, and plans with the rest.
 """
 
+from math import inf
+
 import torch
 
 from ulysses.check.input_files import RunInputs
@@ -14,7 +16,14 @@ from ulysses.config.section import AbsentError, ConfigError, refuse
 from ulysses.data.serve.dataset import TokenizedDataset, preview_examples
 from ulysses.environment import wants_debug, world_size
 from ulysses.memory.levels import LEVELS
-from ulysses.plan.hardware import ASSUMED_GIB, GIB, planned_machine, slow_products
+from ulysses.plan.hardware import (
+    ASSUMED_GIB,
+    GIB,
+    Machine,
+    cpu_flops,
+    planned_machine,
+    slow_products,
+)
 from ulysses.plan.planner import (
     choose,
     choose_memory,
@@ -23,7 +32,7 @@ from ulysses.plan.planner import (
     micro_batch_line,
     run_question,
 )
-from ulysses.plan.step_cost import Question, fits, predict, step_seconds
+from ulysses.plan.step_cost import Question, fits, predict, step_flops, step_seconds
 from ulysses.run.build import open_data, step_loader
 
 ABSENT = 3  # exit code for right settings that name something which is not on this machine
@@ -58,13 +67,12 @@ def dry_run(config: Config, options: Options) -> int:
             sep="\nfinding: ",
         )
     else:
-        train = _open(inputs, findings)
         machine = planned_machine(config, options, world)
+        train = _open(inputs, findings)
         question = run_question(inputs.stage, inputs.shape, machine, train)
         _plan_steps(inputs, question, train, findings)
-        is_for_gpus = torch.cuda.is_available() or options.gpus or options.gpu_memory
-        if not is_for_gpus and (slow := slow_products(config.model.dtype)):
-            print(slow)
+        if not (torch.cuda.is_available() or options.gpus or options.gpu_memory):
+            _plan_cpu(inputs, machine, train)
     if findings:
         verdict = f"the settings are right; absent on this machine: {len(findings)}, see the findings above"
     print(f"verdict: {verdict}")
@@ -160,6 +168,22 @@ def _plan_memory(inputs: RunInputs, question: Question) -> None:
 
 def _time(seconds: float) -> str:
     return f"{seconds:.2f}" if seconds >= 0.01 else "<0.01"
+
+
+def _plan_cpu(inputs: RunInputs, machine: Machine, train: TokenizedDataset | None) -> None:
+    """Print how long a step takes on this machine's CPU, and how much memory."""
+    config = inputs.config
+    dtype = config.model.dtype
+    cpus = machine._replace(gpu_bytes=inf)
+    plan = choose(run_question(inputs.stage, inputs.shape, cpus, train))
+    flops = sum(step_flops(plan)) * plan.question.micro_batches
+    seconds = flops * machine.gpus / cpu_flops(dtype)
+    needed = predict(plan).gpu
+    line = f"on this machine's CPU a step takes about {_time(seconds)} s"
+    line += f", and each process about {needed / GIB:.1f} GiB of memory"
+    if needed * machine.gpus > machine.host_bytes:
+        line += ", which is more than is free"
+    print("; ".join(filter(None, (line, slow_products(dtype)))))
 
 
 def inspect(config: Config, samples: int) -> int:

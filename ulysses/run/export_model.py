@@ -38,7 +38,7 @@ from models.writing import (
     write_weights,
 )
 from ulysses.check.input_files import RunInputs
-from ulysses.config.schema import Config, LoraSection
+from ulysses.config.schema import Config
 from ulysses.data.read.sources import parse_sources
 from ulysses.data.read.tokenizer import SPECIAL_NAMES
 from ulysses.disk import whole_folder, write_json
@@ -136,27 +136,17 @@ def served_weights(
     All ranks iterate together, and the first one gets the weights. Tensors that are only copied from the base are not
     among them.
     """
-    if policy := _read_policy(read, config.model.lora):
-        merged = whole_weights(shape, *policy, config.model)
-        yield from stored_weights(shape, starmap(Rounding(config.model.dtype, shape), merged))
-
-
-def _read_policy(
-    read: Read, lora: LoraSection, *, whole: bool = True
-) -> tuple[Iterable[tuple[str, Tensor]], dict[str, Tensor]] | None:
-    """Return the weights to iterate over, none unless they are wanted `whole`, and the adapters by their names.
-
-    On other ranks than the first it is None, when they have taken part in gathering all of them.
-    """
-    weights, adapters = read(lambda name: whole and ".lora_" not in name), {}
+    lora, adapters = config.model.lora, {}
+    weights = read(lambda name: ".lora_" not in name)
     if lora.rank:
         from models.lora import is_adapter
 
         adapters = dict(read(partial(is_adapter, whole=lora.train)))
     if dist.is_initialized() and dist.get_rank():
-        deque(weights, maxlen=0)
-        return None
-    return weights, adapters
+        deque(weights, maxlen=0)  # this rank only takes part in gathering them
+        return
+    merged = whole_weights(shape, weights, adapters, config.model)
+    yield from stored_weights(shape, starmap(Rounding(config.model.dtype, shape), merged))
 
 
 def export_model(
@@ -182,10 +172,14 @@ def export_model(
     """
     source, lora = config.model, config.model.lora
     whole = for_servers or lora.merge or not lora.rank
-    policy = _read_policy(read, lora, whole=whole)
-    if policy is None:
+    weights, adapters = read(lambda name: whole and ".lora_" not in name), {}
+    if lora.rank:
+        from models.lora import is_adapter, save_adapters
+
+        adapters = dict(read(partial(is_adapter, whole=lora.train)))
+    if dist.is_initialized() and dist.get_rank():
+        deque(weights, maxlen=0)  # this rank only takes part in gathering them
         return ""
-    weights, adapters = policy
     rounding = Rounding(dtype or config.export_dtype, shape)
     auto = "SequenceClassification" if reward else "CausalLM"
     card, base_files, carried = model_card(config, step), None, {}
@@ -215,8 +209,6 @@ model = AutoPeftModelFor{auto}.from_pretrained("."{", num_labels=1" * reward})
             stored = stored_weights(shape, starmap(rounding, merged), reward=reward)
             write_weights(new, stored, shard, carried=carried)
         else:
-            from models.lora import save_adapters
-
             is_text = not shape.around or adapted.endswith("ForCausalLM")
             adapters = {
                 name if is_text else multimodal_name(name): x.to(rounding.dtype)

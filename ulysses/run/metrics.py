@@ -55,7 +55,7 @@ class MetricsLog:
         self.trackers: dict[str, Tracker] = {}
         for name in dict.fromkeys(names):
             try:
-                tracker = resolve_name(TRACKERS.get(name, name))()
+                tracker = TRACKERS[name]()() if name in TRACKERS else resolve_name(name)()
                 tracker.start(deepcopy(run))  # a copy, because trackers may change the settings
             except DiskError:
                 raise

@@ -1,6 +1,6 @@
-"""What keeps a run waiting, told in a line: a rank that is slower than the others."""
+"""What keeps a run waiting, told in a line: a rank that is slower than the others, or a host slower than its GPU."""
 
-from collections import Counter
+from collections import Counter, deque
 from time import time_ns
 
 from ulysses.environment import NODE
@@ -10,6 +10,10 @@ from ulysses.zero.construct import flight_record
 
 STEPS = 50  # between two comparisons of the ranks
 SLOWER = 1.3  # times the others' step, from which on a rank is named
+LOOK_AT = (
+    8  # the step at which a host is judged: kernels are compiled and graphs recorded by then
+)
+LEAST_WAIT = 0.05  # share of a step that a host waits for a GPU which has enough to do
 
 
 class Stragglers:
@@ -61,4 +65,30 @@ class Stragglers:
             f"rank {rank} on {gather(NODE)[rank]} was slower than the others by {slower - 1:.0%} up to step {step}: "
             f"they wait for it in {lost:.0%} of the time; see what else runs on that host, and whether its processors "
             "and GPUs keep their clocks"
+        )
+
+
+class HostTime:
+    """Follow for what share of its steps a host waits for its GPU; one that hardly waits is too slow for it.
+
+    Args:
+        tokens: batch.tokens_per_microbatch; "auto" cuts a step only if larger micro-batches gain nothing or do not fit.
+        processes: of the run.
+    """
+
+    def __init__(self, tokens: int | str, processes: int) -> None:
+        self.auto, self.processes = tokens == "auto", processes
+        self.shares: deque[float] = deque(maxlen=LOOK_AT // 2)
+
+    def note(self, step: int, share: float, micro_batches: int) -> str:
+        """Take in a step's share; return at step LOOK_AT what to set if the GPU lacks work, or ""."""
+        self.shares.append(share)
+        mean = sum(self.shares) / len(self.shares)
+        if step != LOOK_AT or mean > LEAST_WAIT or (self.auto and micro_batches > 1):
+            return ""
+        advice = "more batch.examples" if self.auto else 'batch.tokens_per_microbatch = "auto"'
+        fewer = ", or use fewer GPUs" if self.processes > 1 else ""
+        return (
+            f"the GPU waits for its host, which waits for the GPU in {mean:.0%} of a step only: give it more work at "
+            f"a time by {advice}{fewer}"
         )

@@ -26,7 +26,7 @@ from ulysses.plan.hardware import device_peaks
 from ulysses.run.checkpoint import check_share, save_checkpoint
 from ulysses.run.metrics import MetricsLog
 from ulysses.run.optim import learning_rate
-from ulysses.run.stragglers import Stragglers
+from ulysses.run.stragglers import HostTime, Stragglers
 from ulysses.stages.base import Metrics, MetricSums, Stage, StepBatches
 from ulysses.watch.watch import Watch, grace_note
 from ulysses.zero.state import load_state
@@ -79,12 +79,15 @@ class Trainer:
         self._saved_at = time.monotonic()
         # the batches of the coming step, if they have been read ahead
         self._read_ahead: StepBatches | None = None
+        config = self.stage.config
         self.routers = None
         if self.engine.module.config.moe:
             from ulysses.run.routers import Routers
 
-            coefficient = self.stage.config.model.router_aux_loss_coefficient
-            self.routers = Routers(self.engine, coefficient)
+            self.routers = Routers(self.engine, config.model.router_aux_loss_coefficient)
+        self.host: HostTime | None = None  # only for a GPU, which may have to wait for its host
+        if self.engine.device.type == "cuda":
+            self.host = HostTime(config.batch.tokens_per_microbatch, self.mesh.world_size)
         self.stragglers = Stragglers(self.mesh) if self.mesh.world_size > 1 else None
 
     # ---------------------------------------------------------------- the loop
@@ -207,12 +210,18 @@ class Trainer:
         if self.routers:
             self.routers.add(metrics)
         gradients = self.engine.gradients()
+        launched = time.perf_counter()
         values = self._reduce(metrics)
+        waited = time.perf_counter() - launched
         if step == 0:
             self.stage.check_first_step(values)
         values |= self._update(gradients, values)
         self.step = step + 1
         self._measure(values, time.perf_counter() - began)
+        if self.host:
+            share = waited / values["seconds"]
+            if note := self.host.note(self.step, share, len(batches.trained)):
+                self.say(note)
         self.metrics = values
         return values
 
