@@ -6,6 +6,7 @@ The arguments are those of train.py at the top of the repository, which only cal
 import gc
 import os
 import sys
+from time import time
 from typing import NoReturn
 
 from ulysses.environment import rank, wants_debug
@@ -37,6 +38,8 @@ def main(arguments: list[str]) -> int:
         # at once, because PyTorch may take long to load
         print("loading the libraries ...", file=sys.stderr, flush=True)
     with explained_imports():
+        from psutil import Process
+
         if not debug:
             quiet()  # before the imports below, during which libraries print
         from ulysses.run.training_run import TrainingRun
@@ -45,12 +48,13 @@ def main(arguments: list[str]) -> int:
         if only_looks:
             from ulysses.run.dry_run import dry_run, inspect
     gc.freeze()  # modules stay, so that no later collection need look through them
+    imports = time() - Process().create_time()
     try:
         if options.dry_run:
             return dry_run(config, options)
         if options.inspect:
             return inspect(config, options.inspect)
-        with TrainingRun(config, debug=debug) as run:
+        with TrainingRun(config, debug=debug, imports=imports) as run:
             run.train()
         return 0
     except ConfigError as error:

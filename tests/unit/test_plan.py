@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import replace
+from math import inf
 from types import SimpleNamespace
 from unittest import mock
 
@@ -233,6 +234,10 @@ def test_states_are_eighteen_bytes_per_trained_parameter_on_the_gpu_or_the_host(
     away = predicted(offload_optimizer=True, offload_parameters=True)
     assert away.states == 0 and away.host - plain.host == 18 * N / 8
     assert predicted(others=(WHOLE,)).states == 20 * N / 8
+    # processes on CPUs need what gloo copies, and not the buffers of NCCL
+    small = {"model": plain_model(SMALL)}
+    on_cpus, on_gpus = predicted(**small, machine=node(8, inf)), predicted(**small)
+    assert on_cpus.allocated == on_gpus.allocated and on_cpus.gpu < on_gpus.gpu - 1e9
 
 
 def test_rollouts_hold_the_whole_policy_and_its_cache():

@@ -76,7 +76,7 @@ class Trainer:
         self.best: list[float] | None = None
         self.metrics: Metrics = {}
         self.stop_requested = self.save_due = False
-        self._saved_at = time.monotonic()
+        self._saved_at, self._saved_step = time.monotonic(), -1
         # the batches of the coming step, if they have been read ahead
         self._read_ahead: StepBatches | None = None
         config = self.stage.config
@@ -117,10 +117,12 @@ class Trainer:
         run, log, current, is_first = self.run, self.log, self.step + 1, not self.metrics
         try:
             values = self.train_step()
-            if is_first and (measured := values.get("peak_memory_gib")):
-                self.say(
-                    f"memory: predicted {self.predicted_gib:.1f} GiB, measured {measured:.1f} GiB"
-                )
+            if is_first:
+                self.say(self.watch.start_line())
+                if measured := values.get("peak_memory_gib"):
+                    self.say(
+                        f"memory: predicted {self.predicted_gib:.1f} GiB, measured {measured:.1f} GiB"
+                    )
             # by the time of the second step, because the first one takes longer
             if current == 2 and (note := grace_note(values["seconds"])):
                 self.say(note)
@@ -289,12 +291,14 @@ class Trainer:
     # ---------------------------------------------------------------- state
 
     def save(self) -> None:
-        """Write a checkpoint of this step into the run folder."""
+        """Write a checkpoint of this step into the run folder, unless that has been done."""
+        if self._saved_step == self.step:
+            return
         self.watch.phase("save")
         policies, folder = self.policies.state_dict(), Path(self.run.output) / "checkpoints"
         state = {"step": self.step, "best": self.best, "policies": policies, **self.description}
         save_checkpoint(folder, self.engine, state, self.stage.save, keep=self.run.keep)
-        self._saved_at = time.monotonic()
+        self._saved_at, self._saved_step = time.monotonic(), self.step
 
     def resume(self, checkpoint: Path) -> None:
         """Restore weights, optimizer, gradient policies, stage and position from a checkpoint."""

@@ -64,6 +64,7 @@ class TrainingRun:
     Args:
         config: a checked configuration, or a dict of nested tables as in the TOML file.
         debug: let other ranks than the first print their lines too.
+        imports: seconds that imports took, for the line about the start.
 
     Attributes:
         trainer: the loop, from entering on.
@@ -72,10 +73,16 @@ class TrainingRun:
         resources: what must be released at the end, whatever happens.
     """
 
-    def __init__(self, config: Config | dict[str, object], *, debug: bool = False) -> None:
+    def __init__(
+        self,
+        config: Config | dict[str, object],
+        *,
+        debug: bool = False,
+        imports: float = 0.0,
+    ) -> None:
         self.config = check(config) if isinstance(config, dict) else config
         self.debug = debug
-        self.watch = Watch(self.config.run.stall_warning, self.config.run.timeout)
+        self.watch = Watch(self.config.run.stall_warning, self.config.run.timeout, imports)
         self.resources = ExitStack()
         self.trainer: Trainer | None = None
         self.log: MetricsLog | None = None

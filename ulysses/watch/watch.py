@@ -26,6 +26,7 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -54,6 +55,7 @@ SILENT_SECONDS = 6.0
 STORE_SECONDS = 10.0  # for an answer of the store
 ADVICE = "--run.resume auto continues the run"
 STOPPING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP  # the signals that ask a run to stop
+PARTS = {"tokenising": "data", "building the model": "weights"}  # in the account of the start
 ONE_INTERRUPT = (
     0.5  # seconds within which a terminal and a launcher pass on one and the same Ctrl-C
 )
@@ -86,6 +88,7 @@ class Watch:
     Args:
         warning: seconds without progress after which a line names the victim; 0 says nothing.
         timeout: seconds without progress after which the process ends.
+        imports: seconds that the process has spent so far, mostly on imports, for `start_line`.
 
     Attributes:
         stop_wanted: this process was asked to stop, by a signal or because its launcher is gone.
@@ -96,11 +99,14 @@ class Watch:
 
     warning: float = 60.0
     timeout: float = 600.0
+    imports: float = 0.0
 
     def __post_init__(self) -> None:
         self.stop_wanted, self.stopped = False, threading.Event()
         self.place, self.phases, self.moved = "start", 0, monotonic()
-        self._step = 0
+        self._step, self._part, self._began = 0, "start", self.moved
+        # seconds in each part of the start
+        self._spent = defaultdict(float, imports=self.imports)
         # seconds of silence after which the run ends, once an error or a signal calls for less patience
         self._hurried = inf
         self._interrupted = inf  # when the first SIGINT came
@@ -134,6 +140,15 @@ class Watch:
         self.phases += 1
         self._tell_watchdog(self.place)  # at once: a crash leaves no time for it
         self.moved = monotonic()
+        self._spent[self._part] += self.moved - self._began
+        self._part = "first step" if self._step else PARTS.get(name, name)
+        self._began = self.moved
+
+    def start_line(self) -> str:
+        """Return a line with the seconds of each part of the start, from the command to the end of the first step."""
+        self._spent[self._part] += monotonic() - self._began
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self._spent.items())
+        return f"start: {sum(self._spent.values()):.1f} s to the end of the first step: {parts}"
 
     def pause(self) -> None:
         """Watch nothing until the next phase: what this process does now is no part of the run."""
@@ -205,11 +220,12 @@ class Watch:
             store = meet()
         except Exception as error:
             # this process may meanwhile tell a reason of its own, for which the others may have ended too
-            if not self.stopped.wait(SILENT_SECONDS):
-                # two processes of a node say it, because the first may be the one that has not come
-                if environment.local_rank() < 2:
-                    failure.say(f"error: {error}")
-                self._leave(1)
+            while not self.stopped.wait(SILENT_SECONDS):
+                if self.moved < inf:
+                    # two processes of a node say it, because the first may be the one that has not come
+                    if environment.local_rank() < 2:
+                        failure.say(f"error: {error}")
+                    self._leave(1)
             return
         if store:
             # the heartbeat has its own connection: the common one may be blocked in a wait
