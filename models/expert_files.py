@@ -9,7 +9,7 @@ Files may also hold the tensors on the right, which are read as they are. gpt-os
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -167,20 +167,6 @@ MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
 def adapted_experts(targets: Iterable[str]) -> list[str]:
     """Return the experts' parameters that LoRA adapts for these targets."""
     return [name for name, matrices in EXPERT_PARTS.items() if {*matrices} <= {*targets}]
-
-
-def adapter_parameters(model: Any, targets: Collection[str]) -> tuple[int, int]:
-    """Count the parameters that LoRA of rank 1 adds to a model, and those of them that a token does not use."""
-    of_experts, count, unused = adapted_experts(targets), 0, 0
-    for name, matrix in model.named_parameters():
-        stem = name.removesuffix(".weight").rpartition(".")[2]
-        if matrix.dim() == 3 and stem in of_experts:
-            of_one = sum(matrix.shape[1:])
-            count += len(matrix) * of_one
-            unused += (len(matrix) - model.config.moe.num_experts_per_tok) * of_one
-        elif matrix.dim() == 2 and stem in targets:
-            count += sum(matrix.shape)
-    return count, unused
 
 
 def is_of_experts(name: str) -> bool:

@@ -296,8 +296,8 @@ def zero_engine(case: Case, **how: Any) -> tuple[TrainedEngine, ParallelMesh]:
     mesh = ParallelMesh(
         case.sp, num_heads=case.shape.num_attention_heads, windows=case.shape.windows
     )
-    given = case.weights(), case.lr
-    return trained_engine(lambda: case.model(mesh), *given, dtype=case.dtype, **how), mesh
+    given = case.weights()
+    return trained_engine(lambda: case.model(mesh), given, dtype=case.dtype, **how), mesh
 
 
 def build_trainer(case: Case, data: Any = None) -> tuple[Trainer, CaptureChain]:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from models.initial_weights import InitialWeights
 from models.layers import DecoderLayer
 from tests.harness import AS_LARGE, device
 from ulysses.gradients.gradients import Gradients, GradientSlice
-from ulysses.run.optim import AdamW, parameter_groups
+from ulysses.run.optim import parameter_groups
 from ulysses.zero.construct import build_partitioned
 from ulysses.zero.engine import TrainedEngine, ZeroEngine
 from ulysses.zero.settings import derive
@@ -41,7 +41,6 @@ def filled(model: nn.Module, source: Any) -> nn.Module:
 def trained_engine(
     create: Callable[[], nn.Module],
     source: Any,
-    lr: float = 0.0,
     *,
     eps: float = 1e-8,
     groups: Callable[[nn.Module], Sequence[ParameterGroup]] | None = None,
@@ -60,11 +59,11 @@ def trained_engine(
     if node_size is not None:  # as a launcher says it
         place = str(dist.get_rank() % node_size)
         os.environ |= {"LOCAL_WORLD_SIZE": str(node_size), "LOCAL_RANK": place}
+    chosen = groups(model) if groups else parameter_groups(model, 0.0, scopes)
     return TrainedEngine(
         model.train(),
         config,
-        partial(AdamW, lr=lr, betas=(0.9, 0.95), eps=eps, foreach=False),
-        groups(model) if groups else parameter_groups(model, 0.0, scopes),
+        [replace(group, eps=eps) for group in chosen],
         (DecoderLayer,),
         reduce_between=reduce_between,
         offload_optimizer=offload_optimizer,

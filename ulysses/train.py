@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> int:
     with explained_imports():
         from ulysses.config.command_line import help_text, parse_command_line
         from ulysses.config.section import ConfigError
-        from ulysses.watch.failure import report_config_error, report_failure
+        from ulysses.watch.failure import report_config_error
     if {"-h", "--help"} & set(arguments):
         print(help_text())
         return 0
@@ -43,6 +43,7 @@ def main(arguments: list[str]) -> int:
         if not debug:
             quiet()  # before the imports below, during which libraries print
         from ulysses.run.training_run import TrainingRun
+        from ulysses.watch.watch import report_failure
 
         if only_looks:
             from ulysses.run.dry_run import dry_run, inspect

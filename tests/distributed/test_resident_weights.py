@@ -15,7 +15,6 @@ from tests.stage_case import compared
 from ulysses.run.checkpoint import save_checkpoint
 from ulysses.run.optim import parameter_groups
 from ulysses.zero.engine import full_parameters, gathered_weights
-from ulysses.zero.partition import shard_of
 
 STAY = {"resident": True}
 BIASED = replace(SHAPE, attention_bias=True)
@@ -51,9 +50,7 @@ def what_a_step_calls():
     written = engine.weights.written
     engine.weights.written = lambda names: gathers.append(len(names)) or written(names)
     places = {name: p.data_ptr() for name, p in engine.module.named_parameters()}
-    held = [
-        x.untyped_storage() for p in engine.module.parameters() for x in (p, *shard_of(p)[::2])
-    ]
+    held = [x.untyped_storage() for p in engine.module.parameters() for x in (p, *p.shard[::2])]
     memory = sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
     micro_batches = [len(trainer.loader.step(0, k)) for k in range(2)]
     for _ in micro_batches:

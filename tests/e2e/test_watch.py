@@ -31,8 +31,7 @@ from tests.e2e.launch import (
     tiny,
 )
 from tests.harness import PATIENCE, STUCK, Processes, free_port, need_gpus, until
-from ulysses.watch.failure import report_failure, tell
-from ulysses.watch.watch import Watch, grace_note
+from ulysses.watch.watch import Watch, grace_note, report_failure, tell
 
 # where it happens: the rank, what becomes of it, and the phase; what is said of it
 IS_GONE = r"rank 1 on \S+ has not moved since {}, \d+ s ago: .* gone"

@@ -26,8 +26,7 @@ def updated(device, start, *, same_table, apart=False):
     exact = flat.clone().requires_grad_()
     in_float32 = torch.optim.AdamW([exact], **SETTINGS)
     weights = [part.clone() for part in flat.split(LENGTHS)]
-    ours = torch.optim.AdamW([flat], **SETTINGS)
-    few = EightBitSubGroup(ParameterGroup([]), [], weights, [*LENGTHS], flat, ours)
+    few = EightBitSubGroup(ParameterGroup([], 0.1), [], weights, [*LENGTHS], flat)
     rates = 10.0 ** torch.randint(-6, 0, (sum(LENGTHS),))
     for step in range(8):
         grad = (torch.randn(sum(LENGTHS)) * rates).to(flat)
@@ -60,10 +59,7 @@ def test_update_is_that_of_bitsandbytes_and_restores_every_bit(device):
         assert (few.master - wanted).norm() <= most * (wanted - exact).norm()
     starts = [sum(LENGTHS[:place]) for place in range(len(LENGTHS))]
     tensors = [
-        x
-        for state in few.optimizer.state.values()
-        for x in state.values()
-        if torch.is_tensor(x)
+        x for state in few.moments.values() for x in state.values() if torch.is_tensor(x)
     ]
     before = [x.clone() for x in tensors]
     assert {x.dtype for x in before} == {torch.uint8, torch.float32} and few.updates == 8

@@ -69,7 +69,7 @@ def prepare(
         check_sources(config)
     if model.path and not Path(model.path).is_dir():
         with collecting(errors):
-            shape = published_shape(config, model.path)
+            shape = published_shape(config)
     with collecting(errors):
         shape, folder = read_shape(config, strict)
     if shape:

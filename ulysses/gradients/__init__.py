@@ -10,9 +10,8 @@ policy.py holds the policies that every run has; chain.py names all policies and
 """
 
 from ulysses.gradients.chain import GradientPolicyChain, build_chain
-from ulysses.gradients.gradients import Gradients, GradientSlice
+from ulysses.gradients.gradients import Gradients, GradientSlice, TorchGradients
 from ulysses.gradients.policy import ClipGlobalNorm, GradientPolicy, StepContext
-from ulysses.gradients.torch_gradients import TorchGradients
 
 __all__ = [
     "ClipGlobalNorm",

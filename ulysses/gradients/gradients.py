@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import chain, groupby
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 NORM_CHUNK = 1 << 18
 
@@ -146,3 +146,26 @@ class Gradients:
             torch._foreach_mul_(*map(list, zip(*scaled)))
         self.factors = dict.fromkeys(self.factors, 1.0)
         self._statistics.clear()
+
+
+class TorchGradients(Gradients):
+    """Use the `.grad` of plain torch parameters: `TorchGradients(model.named_parameters())`.
+
+    Every process holds whole gradients (one process, or replicas that are already averaged), so nothing is reduced.
+    Parameters that are frozen or have no gradient are left out.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        entries = []
+        for name, parameter in named_parameters:
+            if parameter.requires_grad and parameter.grad is not None:
+                parameter.grad = parameter.grad.contiguous()
+                grad = parameter.grad.detach().view(-1)
+                entries.append(GradientSlice(name, parameter.shape, grad))
+        super().__init__(entries)
+
+    def scale(self, factor: float, scope: str | None = None) -> None:
+        """Multiply at once, in place: torch's optimizers take no factor."""
+        super().scale(factor, scope)
+        if factor != 1:
+            self.apply_factors()

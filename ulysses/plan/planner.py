@@ -6,6 +6,7 @@ All ranks ask the same question, and choose the fastest plan that fits.
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +16,7 @@ import torch
 
 from models.arch import ModelConfig, recognised
 from models.folders import read_config, resolve_model
-from models.kinds import empty_model
+from models.kinds import model_class
 from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError
 from ulysses.data.serve.dataset import TokenizedDataset
@@ -36,12 +37,12 @@ CPU_WORK = 5e9
 # ---------------------------------------------------------------- the question
 
 
-def published_shape(config: Config, absent: str) -> ModelConfig | None:
-    """Return the published shape that a hub id, such as "meta-llama/Meta-Llama-3-8B-Instruct", names, or None.
+def published_shape(config: Config) -> ModelConfig | None:
+    """Return the published shape that model.path, such as "meta-llama/Meta-Llama-3-8B-Instruct", names, or None.
 
     A dry run plans with it if the model is not on this machine.
     """
-    shape = recognised(Path(absent).name)
+    shape = recognised(Path(config.model.path).name)
     return shape and ModelConfig.from_hf(shape.to_hf(), **config.model.rope.changes())
 
 
@@ -57,24 +58,31 @@ class PlannedStep(NamedTuple):
     shares: bool = False
 
 
+@cache
 def planner_model(stage: Stage, shape: ModelConfig) -> PlannedModel:
-    """Return the planner's view of the trained model, adapters and the score head of PPO's value included."""
-    settings = stage.config.model
-    lora, model = settings.lora, plain_model(shape, reward=stage.reward)
-    score = shape.hidden_size * stage.requirements.value
-    parameters = trained = model.parameters + score
-    if lora.rank:
-        from models.expert_files import adapter_parameters
+    """Return the planner's view of the trained model, counted on one that has no memory."""
+    settings, idle_adapters = stage.config.model, 0
+    with torch.device("meta"):
+        model = model_class(reward=stage.reward, value=stage.requirements.value)(shape)
+    if settings.lora.rank:
+        from models.lora import add_adapters
 
-        added = adapter_parameters(empty_model(shape), lora.targets)
-        adapters, idle_adapters = (lora.rank * count for count in added)
-        model = model._replace(idle_adapters=idle_adapters, rank=lora.rank)
-        parameters += adapters
-        trained = adapters + (score or shape.hidden_size * stage.reward)
-        if lora.train:
-            matrices = 1 if stage.reward or shape.tie_word_embeddings else 2
-            trained += matrices * shape.vocab_size * shape.hidden_size
-    return model._replace(parameters=parameters, trained=trained, quantize=settings.quantize)
+        add_adapters(model, settings.lora)
+    if shape.moe:
+        of_experts = sum(
+            p.numel() for n, p in model.named_parameters() if ".experts.lora_" in n
+        )
+        N, k = shape.moe.num_experts, shape.moe.num_experts_per_tok
+        idle_adapters = of_experts * (N - k) // N
+    return PlannedModel(
+        shape,
+        parameters=sum(p.numel() for p in model.parameters()),
+        trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        has_head=not stage.reward,
+        quantize=settings.quantize,
+        idle_adapters=idle_adapters,
+        rank=settings.lora.rank,
+    )
 
 
 def planner_question(

@@ -21,7 +21,7 @@ from ulysses.memory.offload import Offloader
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.layer_cost import LayerSetup, layer_costs
 from ulysses.plan.step_cost import Plan
-from ulysses.run.optim import AdamW, parameter_groups
+from ulysses.run.optim import parameter_groups
 from ulysses.stages.base import Stage
 from ulysses.zero.construct import build_partitioned
 from ulysses.zero.engine import TrainedEngine, ZeroEngine
@@ -117,10 +117,9 @@ def trained_engine(
             memory=memory,
         )
         if model.freeze_router:
-            from models.moe import Router
-
-            for router in filter(lambda m: isinstance(m, Router), module.modules()):
-                router.requires_grad_(False)
+            for layer in module.model.layers:
+                if layer.kind.feed_forward == "experts":
+                    layer.mlp.router_module.requires_grad_(False)
         return add_adapters(module, model.lora) if model.lora.rank else module
 
     settings, adamw = _zero_settings(config, weights.shape), config.optimizer
@@ -128,9 +127,13 @@ def trained_engine(
     return TrainedEngine(
         built,
         settings,
-        partial(AdamW, lr=adamw.lr, betas=adamw.betas, eps=adamw.eps, foreach=False),
         parameter_groups(
-            built, adamw.weight_decay, requirements.scopes, eight_bit=adamw.moments == "8bit"
+            built,
+            adamw.weight_decay,
+            requirements.scopes,
+            betas=adamw.betas,
+            eps=adamw.eps,
+            eight_bit=adamw.moments == "8bit",
         ),
         (DecoderLayer,),
         offload_optimizer=config.memory.offload_optimizer,
@@ -142,12 +145,10 @@ def trained_engine(
 def layer_memory(plan: Plan) -> LayerMemory:
     """Return what the layers of the trained model keep, and where.
 
-    The first layers' activations wait longest for their backward pass, so they leave the GPU first. Without a GPU they
-    are in host memory already.
+    The first layers' activations wait longest for their backward pass, so they leave the GPU first.
     """
-    away, offloader = plan.offloaded_layers, None
-    if away and plan.question.machine.is_gpu:
-        offloader = Offloader("cuda" if torch.cuda.is_available() else "cpu")
+    away = plan.offloaded_layers
+    offloader = Offloader("cuda" if torch.cuda.is_available() else "cpu") if away else None
     return LayerMemory(
         plan.levels, offloader=offloader, offloaded_layers=away, graphs=plan.graphs
     )

@@ -1,7 +1,8 @@
-"""AdamW, its parameter groups, and the learning rate of each step."""
+"""The groups of parameters that AdamW treats alike, and the learning rate of each step."""
 
 import math
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,15 +15,14 @@ def parameter_groups(
     model: nn.Module,
     weight_decay: float,
     scopes: dict[str, float] | None = None,
-    *,
-    eight_bit: bool = False,
+    **adamw: Any,
 ) -> list[ParameterGroup]:
     """Split the trainable parameters into groups: matrices decay, norms and biases do not. A group has one dtype.
 
     Args:
         scopes: submodules with a factor for their learning rate; each has groups of its own, and the first one takes
             all parameters that are in no other. None is one scope for all.
-        eight_bit: quantise the moments.
+        adamw: further fields of every group: betas, eps and eight_bit.
     """
     rates = scopes or {"default": 1.0}
     members: dict[tuple[str, bool, torch.dtype], list[nn.Parameter]] = defaultdict(list)
@@ -36,19 +36,9 @@ def parameter_groups(
             decays = len(shape) > 1 and "_bias" not in name
             members[scope, decays, p.dtype].append(p)
     return [
-        ParameterGroup(parameters, weight_decay * decays, scope, rates[scope], eight_bit)
+        ParameterGroup(parameters, weight_decay * decays, scope, rates[scope], **adamw)
         for (scope, decays, _), parameters in members.items()
     ]
-
-
-class AdamW(torch.optim.AdamW):
-    """torch's AdamW (Loshchilov & Hutter 2019) without its wrappers for torch's compiler, whose import takes seconds.
-
-    The wrapper of `step` also switched gradients off: its caller does that.
-    """
-
-    add_param_group = torch.optim.Optimizer.add_param_group.__wrapped__
-    step = torch.optim.Adam.step.__wrapped__
 
 
 def learning_rate(step: int, total: int, config: OptimizerSection) -> float:

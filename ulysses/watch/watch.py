@@ -25,6 +25,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -35,17 +36,24 @@ from math import inf
 from pathlib import Path
 from select import select
 from time import monotonic, sleep
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import psutil
 import torch.distributed as dist
 
 from ulysses import environment
+from ulysses.config.section import SECRETS, UserCodeError
+from ulysses.disk import DiskError
 from ulysses.environment import NODE
 from ulysses.watch import failure
-from ulysses.watch.failure import ADVICE, BEAT_SECONDS, SILENT_SECONDS, in_background
-from ulysses.zero.construct import collectives_begun
+from ulysses.zero.construct import collectives_begun, common_store
 
+REASON = "ulysses/reason"  # the key in the store under which stands why the run ends
+BEAT_SECONDS = 1.0  # between two beats
+# A process that gives no beat for so long, while others wait for it, is gone or stopped.
+SILENT_SECONDS = 6.0
+STORE_SECONDS = 10.0  # for an answer of the store
+ADVICE = "--run.resume auto continues the run"
 STOPPING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP  # the signals that ask a run to stop
 PARTS = {"tokenising": "data", "building the model": "weights"}  # in the account of the start
 ONE_INTERRUPT = (
@@ -153,7 +161,7 @@ class Watch:
 
     def name_lost_rank(self, error: BaseException) -> None:
         """Let the heartbeat name the rank that is gone and end the process, if that explains a failed collective."""
-        if failure.breaks_off(error) and self._store:
+        if breaks_off(error) and self._store:
             self._hurried = SILENT_SECONDS
             # if a rank is gone, the heartbeat ends this process meanwhile
             sleep(3 * SILENT_SECONDS)
@@ -277,7 +285,7 @@ class Watch:
             # a beat that was there before keeps the time at which it was first read
             before, now = self._beats, monotonic()
             self._beats = {x: before.get(x) or Beat(*json.loads(x), now) for x in texts}
-            _, _, reason = read(failure.REASON).partition(" ")
+            _, _, reason = read(REASON).partition(" ")
             self._answered, self._broken = monotonic(), False
         except Exception:
             self._broken = True
@@ -307,7 +315,7 @@ class Watch:
             # and is the one that is gone, the second.
             beside_store = self._answered < inf and own_beat.rank == environment.local_rank()
             alone = environment.local_rank() == int(beside_store and not agent)
-            failure.tell(store, f"error: {self._sentence(own_beat)}; {ADVICE}", alone=alone)
+            tell(store, f"error: {self._sentence(own_beat)}; {ADVICE}", alone=alone)
             self._leave(1)
         if idle > self.warning > 0 and self._warned_phase != self.phases and own_beat.rank == 0:
             self._warned_phase = self.phases
@@ -391,3 +399,70 @@ def grace_note(seconds: float) -> str:
         f"before it has saved; set TORCH_ELASTIC_SHUTDOWN_TIMEOUT={4 * seconds:.0f} for torchrun and KillWait for "
         "Slurm (deepspeed has no such setting), or rely on run.save_minutes"
     )
+
+
+# ---------------------------------------------------------------- errors
+
+
+def report_failure(error: BaseException, *, debug: bool) -> None:
+    """Print an error with its rank and its notes on stderr, unless another process of the run was the first to fail.
+
+    A stack trace comes with errors that may be our own: not with non-finite numbers, a disk's failures, or those of the
+    user's code and servers. With `debug` every process prints its own trace.
+    """
+    memory = "; has this process no memory left?" * isinstance(error, MemoryError)
+    reason, trace = str(error) or f"no reason is given{memory}", ""
+    if debug:
+        traceback.print_exception(error)
+    if not isinstance(error, FloatingPointError | DiskError | UserCodeError):
+        reason = ": ".join([*getattr(error, "__notes__", ()), type(error).__name__, reason])
+        # an exception such as KeyboardInterrupt comes from outside, and need not come again
+        reason += f"; {ADVICE}" * (not isinstance(error, Exception))
+        trace = "" if debug else "".join([*traceback.format_exception(error), "\n"])
+    reason = SECRETS.sub("***", f"{trace}error: rank {environment.rank()}, {reason}")
+    store = common_store()
+    if store is None:
+        failure.say(reason)
+    else:
+        # If the store does not answer, perhaps no process has told why the run ends. One that only cannot reach another
+        # process keeps silent all the same: it is not the first to fail.
+        tell(store, reason, alone=not breaks_off(error))
+
+
+def tell(store: dist.Store | None, reason: str, *, alone: bool) -> None:
+    """Print why the run ends, unless another process has printed its reason, and let all processes end.
+
+    Args:
+        store: of all processes; None if it does not answer.
+        alone: this process prints the reason where the store does not answer.
+    """
+    ours, first = f"{environment.rank()} {reason}", ""
+    with suppress(Exception):
+        answer = in_background(lambda: store.compare_set(REASON, "", ours))
+        first = answer.result(STORE_SECONDS).decode()
+    if first not in ("", ours):
+        failure.record(first.partition(" ")[2])
+    elif first or alone:
+        failure.say(reason)
+        # so that the others leave before their connections to this process break noisily
+        sleep(2.5 * BEAT_SECONDS)
+
+
+def breaks_off(error: BaseException) -> bool:
+    """Whether an error only says that another process does not answer."""
+    said = str(error)
+    return isinstance(error, dist.DistError) or "gloo" in said or "pair closure" in said
+
+
+def in_background(work: Callable[[], Any]) -> Future[Any]:
+    """Begin work that may never end, such as a question to a store that is gone, in a thread that holds up no exit."""
+    result: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except Exception as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result

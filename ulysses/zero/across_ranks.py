@@ -23,7 +23,6 @@ from torch.nn import functional as F
 
 from ulysses import environment
 from ulysses.parallel.mesh import gather
-from ulysses.zero import gpu_kernels
 from ulysses.zero.reduce import GradientReduction
 from ulysses.zero.update import ParameterSlice
 
@@ -49,9 +48,6 @@ class AveragedReduction(GradientReduction):
         self._between, self._bucket = between, bucket
         self._world = dist.get_world_size()
         self._make_groups(ranks_of_a_node())
-        # a kernel averages and adds to the sum in one pass
-        on_gpu = self._slices[0].sub_group.master.is_cuda
-        self._in_one_pass = on_gpu and gpu_kernels.AVAILABLE
         self._collected: list[tuple[ParameterSlice, Tensor]] = []
 
     def _make_groups(self, node_size: int) -> None:
@@ -95,11 +91,7 @@ class AveragedReduction(GradientReduction):
         sizes = [max(0, min(size, s.numel - r * size)) for r in range(W)]
         copies = flat.new_empty(W, length)
         dist.all_to_all_single(copies.view(-1), flat, [length] * W, sizes, group=self._inside)
-        if self._in_one_pass:
-            gpu_kernels.average(copies, s.sum, add=s.name in self._values)
-            self._values[s.name] = s.sum
-        else:
-            self._store([(s, copies.mean(0, dtype=torch.float32))])
+        self._store([(s, copies.mean(0, dtype=torch.float32))])
 
     def _reduce_collected(self) -> None:
         """Average the collected small gradients, whole, in one float32 all-reduce."""

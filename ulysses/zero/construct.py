@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ulysses import environment
-from ulysses.zero.partition import shard_of
 from ulysses.zero.resident import build_whole
 from ulysses.zero.settings import ZeroSettings
 
@@ -208,7 +207,7 @@ def build_partitioned(
         model = build_sharded(create, settings.deepspeed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            shard = shard_of(parameter)
+            shard = parameter.shard
             if shard.length:
                 fill(name, shard.shape, shard.start, shard.local[: shard.length])
             shard.local[shard.length :].zero_()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ulysses.environment import without_compiler
-from ulysses.zero.partition import Shard, shard_of
+from ulysses.zero.partition import Shard
 from ulysses.zero.update import is_pinned
 
 AHEAD = 2  # layers that the host may run ahead of the GPU
@@ -69,7 +69,7 @@ class ShardedWeights:
         # Each slice was cut off between large allocations; side by side they leave no holes in the GPU's memory.
         for dtype in {p.dtype for p in model.parameters() if p.requires_grad}:
             trained = [p for p in model.parameters() if p.requires_grad and p.dtype == dtype]
-            slices = [shard_of(p).local for p in trained]
+            slices = [p.shard.local for p in trained]
             if is_pinned(slices[0]):
                 break
             together = torch.cat(slices).split([len(x) for x in slices])

@@ -28,19 +28,19 @@ PLACES = {"exp_avg": 1, "exp_avg_sq": 2}  # bitsandbytes' names for a moment end
 
 @dataclass
 class EightBitSubGroup(SubGroup):
-    """A sub-group with quantised moments; its optimizer has the slices as its parameters."""
+    """A sub-group with quantised moments, which its optimizer has for each slice."""
 
     def __post_init__(self) -> None:
-        (settings,) = self.optimizer.param_groups
-        names = "lr", "betas", "eps", "weight_decay"
+        group = self.group
         lengths = [len(weight) for weight in self.weights]
         parts = self.master.split(lengths)
-        self.optimizer = adamw = AdamW8bit(parts, **{name: settings[name] for name in names})
+        settings = {"betas": group.betas, "eps": group.eps, "weight_decay": group.weight_decay}
+        self.optimizer = adamw = AdamW8bit(parts, **settings)
         adamw.name2qmap["dynamic"][0] = -1.0
         for place, part in enumerate(parts):
             adamw.init_state(adamw.param_groups[0], part, 0, place)
         starts = accumulate(lengths, initial=0)
-        self._moments: dict[int, Any] = {i: adamw.state[part] for i, part in zip(starts, parts)}
+        self.moments: dict[int, Any] = {i: adamw.state[part] for i, part in zip(starts, parts)}
 
     def update(self, grads: Sequence[Tensor], lr: float, factor: float) -> None:
         """Take the step slice by slice, so that no more than one gradient has a float32 copy."""
@@ -58,17 +58,17 @@ class EightBitSubGroup(SubGroup):
     @property
     def updates(self) -> int:
         """The number of updates so far."""
-        return self._moments[0]["step"]
+        return self.moments[0]["step"]
 
     @updates.setter
     def updates(self, number: int) -> None:
-        for moments in self._moments.values():
+        for moments in self.moments.values():
             moments["step"] = number
 
     def _moment(self, kind: str, offset: int) -> list[Any]:
         """Return codes, absmax and table of a slice's moment; for a moment in float32 its values, None and None."""
         names = ("state", "absmax", "qmap")
-        return [self._moments[offset].get(f"{name}{PLACES[kind]}") for name in names]
+        return [self.moments[offset].get(f"{name}{PLACES[kind]}") for name in names]
 
     def state(self, kind: str, offset: int, length: int) -> Tensor:
         """Return the master weights of a slice, or one of its moments in float32."""

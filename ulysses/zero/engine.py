@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ulysses.gradients.gradients import Gradients
 from ulysses.zero.across_ranks import AveragedReduction
 from ulysses.zero.construct import streaming_memory
-from ulysses.zero.partition import MakeOptimizer, parameter_slices, shard_of, sub_groups
+from ulysses.zero.partition import parameter_slices, sub_groups
 from ulysses.zero.reduce import GradientReduction
 from ulysses.zero.resident import ResidentWeights
 from ulysses.zero.settings import ZeroSettings
@@ -45,7 +45,7 @@ class ZeroEngine:
     ) -> None:
         self.module, self.device = model, next(model.parameters()).device
         self.units = [module for module in model.modules() if type(module) in unit_kinds]
-        if shard_of(next(model.parameters())).whole is not None:
+        if next(model.parameters()).shard.whole is not None:
             self.weights: Any = ResidentWeights(model, self.units)
         else:
             from ulysses.zero.deepspeed_internals import ShardedWeights
@@ -71,14 +71,13 @@ class ZeroEngine:
     def destroy(self) -> None:
         """Give all memory back; nothing of the engine may be used afterwards."""
         self.weights.close()
-        free([(p, shard_of(p).local) for p in self.module.parameters()])
+        free([(p, p.shard.local) for p in self.module.parameters()])
 
 
 class TrainedEngine(ZeroEngine):
     """A model that is trained: its gradients and its optimizer's state are partitioned too.
 
     Args:
-        optimizer: makes an optimizer from a list of torch's parameter groups; each sub-group has one.
         groups: the trainable parameters.
         offload_optimizer: whether master weights, gradients and the optimizer's state are in host memory.
         reduce_between: dtype in which sums of gradients travel between nodes.
@@ -90,7 +89,6 @@ class TrainedEngine(ZeroEngine):
         self,
         model: nn.Module,
         settings: ZeroSettings,
-        optimizer: MakeOptimizer,
         groups: Sequence[ParameterGroup],
         unit_kinds: Sequence[type[nn.Module]] = (),
         *,
@@ -102,7 +100,7 @@ class TrainedEngine(ZeroEngine):
         super().__init__(model, settings, () if graphs else unit_kinds)
         device = torch.device("cpu") if offload_optimizer else self.device
         size = settings.sub_group_size
-        self.sub_groups = [*sub_groups(groups, optimizer, size=size, device=device)]
+        self.sub_groups = [*sub_groups(groups, size, device)]
         self.slices = [s for one in self.sub_groups for s in parameter_slices(model, one)]
         args = self.slices, self.units, self.device
         options = {"gradients_reused": graphs, "bucket": settings.reduce_bucket_size}
@@ -166,7 +164,7 @@ class TrainedEngine(ZeroEngine):
         """Give all memory back; nothing of the engine may be used afterwards."""
         self.reduction.close()
         super().destroy()
-        free([[one.master, *one.optimizer.state.values()] for one in self.sub_groups])
+        free([[one.master, one.moments] for one in self.sub_groups])
 
 
 class StepGradients(Gradients):

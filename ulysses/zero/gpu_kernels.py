@@ -1,7 +1,6 @@
 # ruff: noqa: N803 (Triton names its compile-time arguments in capitals)
-"""The engine's two kernels for GPUs: the mean of all ranks' gradients, and AdamW's update in one pass over memory.
+"""A kernel for GPUs: AdamW's update in one pass over memory.
 
-The update
     reads    gradient (wherever it is, times the factor of clipping), master weight, both moments
     writes   master weight, both moments, and the weight in the model's dtype where the model has it
 
@@ -30,20 +29,6 @@ _BLOCK = 2048
 _ALIGNED = 16  # elements; a greater common alignment of addresses and lengths is of no use
 
 if AVAILABLE:
-
-    @triton.jit
-    def _average_kernel(
-        copies, target, count, W: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr
-    ):
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        mask = at < count
-        total = tl.load(copies + at, mask).to(tl.float32)
-        for r in tl.static_range(1, W):
-            total += tl.load(copies + r * count + at, mask).to(tl.float32)
-        total /= W
-        if ADD:
-            total += tl.load(target + at, mask)
-        tl.store(target + at, total, mask)
 
     @triton.jit
     def _adamw_kernel(
@@ -88,23 +73,9 @@ if AVAILABLE:
         tl.store(weights + within, p.to(DTYPE), mask)
 
 
-def average(copies: Tensor, target: Tensor, *, add: bool) -> None:
-    """Write the mean over the first axis of contiguous copies [W, n], in float32, to a target [n], or add it."""
-    if blocks := triton.cdiv(len(target), _BLOCK):
-        _average_kernel[(blocks,)](
-            copies, target, len(target), W=len(copies), ADD=add, BLOCK=_BLOCK, num_warps=8
-        )
-
-
 def _in_triton(tensor: Tensor) -> Any:
     """Return the tensor's dtype in Triton's words."""
     return getattr(tl, str(tensor.dtype).removeprefix("torch."))
-
-
-def has_one_pass_update(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether OnePassSubGroup takes the same step as the optimizer."""
-    is_usual = not any(optimizer.defaults.get(name) for name in ("amsgrad", "maximize"))
-    return AVAILABLE and is_usual and isinstance(optimizer, torch.optim.AdamW)
 
 
 @dataclass
@@ -112,6 +83,7 @@ class OnePassSubGroup(SubGroup):
     """A sub-group on one GPU, whose tensors stay in their places."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         blocks, numbers, start = [], [_ALIGNED], 0
         for index, (weight, length) in enumerate(zip(self.weights, self.lengths)):
             address = weight.data_ptr()
@@ -125,8 +97,8 @@ class OnePassSubGroup(SubGroup):
 
     def update(self, grads: Sequence[Tensor], lr: float, factor: float) -> None:
         """Take the step and give the result to the model in one pass over memory."""
-        (settings,), state = self.optimizer.param_groups, self.moments
-        beta1, beta2 = settings["betas"]
+        state, group = self.moments, self.group
+        beta1, beta2 = group.betas
         state["step"] += 1
         updates = int(state["step"])
         addresses = [grad.data_ptr() for grad in grads]
@@ -143,13 +115,13 @@ class OnePassSubGroup(SubGroup):
                 self._places,
                 factor,
                 lr / (1 - beta1**updates),
-                1 - lr * settings["weight_decay"],
+                1 - lr * group.weight_decay,
                 beta1,
                 1 - beta1,
                 beta2,
                 1 - beta2,
                 math.sqrt(1 - beta2**updates),
-                settings["eps"],
+                group.eps,
                 DTYPE=_in_triton(self.weights[0]),
                 GRAD_DTYPE=_in_triton(grads[0]),
                 ALIGNED=math.gcd(self._aligned, *addresses),

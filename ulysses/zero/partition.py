@@ -1,7 +1,7 @@
 """Describe this rank's shard of every parameter, and form sub-groups of the shards that are trained."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from ulysses.zero import gpu_kernels
 from ulysses.zero.update import ParameterGroup, ParameterSlice, SubGroup
 
-MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-
 
 class Shard(NamedTuple):
-    """What this rank has of a parameter.
+    """What this rank has of a parameter, whose attribute `shard` it is from the model's construction on.
 
     local: its flat slice, padding included; writing to it changes the weights. shape: of the whole parameter. whole:
     the flat whole with its padding, of which `local` is a part, if the whole stays on every rank; else None.
@@ -35,22 +33,12 @@ class Shard(NamedTuple):
         return min(len(self.local), self.shape.numel() - self.start)
 
 
-def shard_of(parameter: Any) -> Shard:
-    """Return this rank's shard of a parameter, which the construction of the model has made its attribute."""
-    return parameter.shard
-
-
 def sub_groups(
-    groups: Sequence[ParameterGroup],
-    optimizer: MakeOptimizer,
-    *,
-    size: int,
-    device: torch.device,
+    groups: Sequence[ParameterGroup], size: int, device: torch.device
 ) -> Iterator[SubGroup]:
     """Yield sub-groups of about `size` elements on this rank, in the order of the groups.
 
     Args:
-        optimizer: makes an optimizer from a list of torch's parameter groups.
         device: of master weights, sums of gradients and state; pinned memory if it is the host of a GPU.
     """
     for group in groups:
@@ -58,27 +46,22 @@ def sub_groups(
         weights: list[Tensor] = []
         for p in group.parameters:
             parameters.append(p)
-            weights.append(shard_of(p).local)
+            weights.append(p.shard.local)
             if sum(map(len, weights)) < size and p is not group.parameters[-1]:
                 continue
             master = torch.cat(weights).to(device, torch.float32)
             pinned = device.type == "cpu" and torch.cuda.is_available()
             if pinned:
                 master = master.pin_memory()
-            sub_optimizer = optimizer(
-                [{"params": [master], "weight_decay": group.weight_decay}]
-            )
-            # Every class takes its settings from the optimizer, whose own step only SubGroup calls.
             sub_group_class = SubGroup
             if group.eight_bit:
                 from ulysses.zero.eight_bit import EightBitSubGroup
 
                 sub_group_class = EightBitSubGroup
-            elif master.is_cuda and weights[0].is_cuda:
-                if gpu_kernels.has_one_pass_update(sub_optimizer):
-                    sub_group_class = gpu_kernels.OnePassSubGroup
-            lengths = [shard_of(p).length for p in parameters]
-            yield sub_group_class(group, parameters, weights, lengths, master, sub_optimizer)
+            elif gpu_kernels.AVAILABLE and master.is_cuda and weights[0].is_cuda:
+                sub_group_class = gpu_kernels.OnePassSubGroup
+            lengths = [p.shard.length for p in parameters]
+            yield sub_group_class(group, parameters, weights, lengths, master)
             parameters, weights = [], []
 
 
@@ -87,16 +70,15 @@ def parameter_slices(model: nn.Module, sub_group: SubGroup) -> Iterator[Paramete
     names = {p: name for name, p in model.named_parameters()}
     offset = 0
     for p in sub_group.parameters:
-        shard = shard_of(p)
-        size = len(shard.local)
+        shard = p.shard
         yield ParameterSlice(
             name=names[p],
             shape=shard.shape,
             start=shard.start,
             length=shard.length,
-            size=size,
+            size=len(shard.local),
             offset=offset,
             parameter=p,
             sub_group=sub_group,
         )
-        offset += size
+        offset += len(shard.local)

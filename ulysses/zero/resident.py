@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ulysses.environment import NODE
 from ulysses.parallel.mesh import gather
-from ulysses.zero.partition import Shard, shard_of
+from ulysses.zero.partition import Shard
 
 ALIGNMENT = 64  # parameters start at multiples of so many elements: kernels read them faster
 HASHED = 1 << 18  # numbers of eight bytes that bits_hash takes at a time
@@ -109,8 +109,7 @@ class ResidentWeights:
             gathers = dist._coalescing_manager(async_ops=True)
         with gathers as coming:
             for parameter in parameters:
-                shard: Any = shard_of(parameter)
-                dist.all_gather_into_tensor(shard.whole, shard.local)
+                dist.all_gather_into_tensor(parameter.shard.whole, parameter.shard.local)
         self._coming |= dict.fromkeys(parameters, coming)
 
     def wait(self, parameters: Iterable[nn.Parameter]) -> None:

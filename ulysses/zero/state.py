@@ -118,7 +118,7 @@ def load_state(engine: Any, folder: Path) -> None:
         for s in engine.slices:
             values = s.state(kind)
             saved.read_into(values, s.name, kind, s.start)
-            s.restore(kind, values)
+            s.sub_group.restore(kind, s.offset, values)
     for sub_group in engine.sub_groups:
         sub_group.updates = saved.updates
     engine.publish()

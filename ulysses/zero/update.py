@@ -3,15 +3,19 @@
     parameter    cut into as many equal flat slices as there are ranks, padded with zeros; rank r owns slice r
     sub-group    parameters whose slices lie one after the other in one flat float32 tensor, the master weights
 
-Each sub-group has a torch optimizer of its own. On a GPU gpu_kernels.py does AdamW's part.
+The update is AdamW's (Loshchilov & Hutter 2019): torch's, or that of gpu_kernels.py on a GPU, or eight_bit.py's.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+MOMENTS = "exp_avg", "exp_avg_sq"
 
 
 @dataclass(frozen=True)
@@ -19,14 +23,15 @@ class ParameterGroup:
     """Parameters that one update treats alike.
 
     scope: gradient policies clip the gradients of a scope by their common norm. lr_factor: times the schedule's
-    learning rate.
-    eight_bit: whether their moments are quantised (eight_bit.py).
+    learning rate. betas, eps: AdamW's. eight_bit: whether the moments are quantised (eight_bit.py).
     """
 
     parameters: list[nn.Parameter]
     weight_decay: float = 0.0
     scope: str = "default"
     lr_factor: float = 1.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
     eight_bit: bool = False
 
 
@@ -44,7 +49,7 @@ class SubGroup:
     """Parameters of a group that are updated together.
 
     weights: this rank's flat slices in the model, padding included. lengths: of the slices without padding. master: the
-    slices in float32 [N], one after the other, padding included. optimizer: for `master` alone.
+    slices in float32 [N], one after the other, padding included. moments: AdamW's state, by its names in torch.
     """
 
     group: ParameterGroup
@@ -52,7 +57,10 @@ class SubGroup:
     weights: list[Tensor]
     lengths: list[int]
     master: Tensor
-    optimizer: torch.optim.Optimizer
+
+    def __post_init__(self) -> None:
+        self.moments: dict[Any, Any] = {"step": torch.zeros(())}  # on the host
+        self.moments |= {name: torch.zeros_like(self.master) for name in MOMENTS}
 
     def gradient_sums(self) -> Tensor:
         """Return the float32 memory [N] in which the gradients of several micro-batches are added; made when needed."""
@@ -69,15 +77,28 @@ class SubGroup:
                 are views of that memory; otherwise one process keeps the gradients of its only micro-batch where they
                 are.
         """
-        has_no_sums = self.master.grad is None
-        if has_no_sums:
-            self.master.grad = torch.cat([grad.float() for grad in grads])
+        whole = self.master.grad
+        if whole is None:
+            whole = torch.cat([grad.float() for grad in grads])
         if factor != 1:
-            self.gradient_sums().mul_(factor)
-        self.optimizer.param_groups[0]["lr"] = lr
-        self.optimizer.step()
-        if has_no_sums:
-            self.master.grad = None
+            whole.mul_(factor)
+        state, group = self.moments, self.group
+        beta1, beta2 = group.betas
+        adamw(
+            [self.master],
+            [whole],
+            *([state[name]] for name in MOMENTS),
+            [],
+            [state["step"]],
+            foreach=False,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=lr,
+            weight_decay=group.weight_decay,
+            eps=group.eps,
+            maximize=False,
+        )
         self.write()
 
     def write(self) -> None:
@@ -101,16 +122,6 @@ class SubGroup:
     @updates.setter
     def updates(self, number: int) -> None:
         self.moments["step"].fill_(number)
-
-    @property
-    def moments(self) -> dict[str, Tensor]:
-        """AdamW's state; it is created as zeros if no update has happened yet."""
-        state = self.optimizer.state[self.master]
-        if not state:
-            state["step"] = torch.zeros(())  # on the host, where torch's AdamW has it too
-            for moment in ("exp_avg", "exp_avg_sq"):
-                state[moment] = torch.zeros_like(self.master)
-        return state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,10 +153,6 @@ class ParameterSlice:
     def state(self, kind: str) -> Tensor:
         """Return the float32 "master" weights, or one of AdamW's moments."""
         return self.sub_group.state(kind, self.offset, self.length)
-
-    def restore(self, kind: str, values: Tensor) -> None:
-        """Take back what `state` returned and the caller wrote to."""
-        self.sub_group.restore(kind, self.offset, values)
 
     def whole_master(self, device: torch.device) -> Tensor:
         """Return all ranks' master weights of the parameter, in host memory; all ranks call it together."""
