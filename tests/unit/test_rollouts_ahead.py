@@ -15,10 +15,10 @@ import ulysses.rl.servers as servers
 from tests.engine_case import ListDataset, sequences
 from tests.harness import PATIENCE, until
 from tests.sampling_server import SamplingServer
+from tests.unit.test_outside_sampler import sampler
 from ulysses.config.stage_sections import PpoSection
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.rl.outside_sampler import OutsideSampler
 from ulysses.rl.ppo import PpoStage
 from ulysses.rl.rollout import RolloutMaker, RolloutSteps
 from ulysses.rl.sampler import Completion, SamplingOptions
@@ -146,13 +146,10 @@ def test_a_run_that_ends_gives_up_what_is_in_flight(tmp_path, monkeypatch):
     server = SamplingServer()
     server.fault = "hang"
     options = SamplingOptions(4, batch=2)
-    config = PpoSection(sampler=f"vllm+{server.address}")
-    sampler = OutsideSampler(
-        config, None, None, tmp_path, True, options, longest=9, vocabulary=100, float32=True
-    )
-    found = servers.in_thread(sampler.sample, dict.fromkeys(range(6), torch.arange(3)))
+    asker = sampler(tmp_path, f"vllm+{server.address}", options=options)
+    found = servers.in_thread(asker.sample, dict.fromkeys(range(6), torch.arange(3)))
     assert until(lambda: len(server.asked) == 2)
-    sampler.close()
+    asker.close()
     assert isinstance(found.exception(PATIENCE), InterruptedError)
     server.close()
     assert len(server.asked) == 2

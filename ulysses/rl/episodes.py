@@ -23,8 +23,7 @@ from ulysses.config.stage_sections import PpoSection
 from ulysses.rl.endpoint import Endpoint
 from ulysses.rl.model import EpisodeOverError, Model
 from ulysses.rl.rewards import Row, failure, load_function
-from ulysses.rl.sampler import Completion, Request, Requests
-from ulysses.rl.samplers import AnySampler
+from ulysses.rl.sampler import AnySampler, Completion, Request, Requests
 from ulysses.rl.trajectory import Trajectory
 from ulysses.stages.base import RunParts
 

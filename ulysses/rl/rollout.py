@@ -38,7 +38,7 @@ from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.rl.advantages import ADVANTAGES, OPPOSED
 from ulysses.rl.rollout_dataset import Rollout
-from ulysses.rl.samplers import AnySampler
+from ulysses.rl.sampler import AnySampler
 from ulysses.rl.servers import in_thread
 from ulysses.rl.trajectory import Trajectory, episodes_of
 from ulysses.stages.passes import token_values

@@ -118,6 +118,40 @@ class Requests:
         self.completions[request.number] = completion
 
 
+class AnySampler:
+    """Who answers requests: this process (engine_sampler.py) or servers (outside_sampler.py)."""
+
+    options: SamplingOptions
+    wants_gap = False  # whether `check_gap` will compare; the same on every rank
+
+    def synchronise(self, rollout: int = 0) -> None:
+        """Bring it the current weights, if the rollout asks for it; all ranks call it together."""
+
+    def check_gap(self, gap: float) -> None:
+        """Compare the log-probabilities of the first rollout, or the first one with a server that came back.
+
+        Args:
+            gap: mean |trainer - sampler| per token.
+
+        Raises UserCodeError if the same weights cannot explain it.
+        """
+
+    def sample(
+        self, prompts: Mapping[int, Sequence[int] | Tensor], rollout: int = 0
+    ) -> dict[int, Completion]:
+        """Return the completion of every prompt, by the prompt's number in the rollout, as `serve` does it."""
+        requests = Requests(prompts, self.options.max_new_tokens)
+        self.serve(requests, rollout)
+        return requests.completions
+
+    def serve(self, requests: Requests, rollout: int = 0) -> None:
+        """Answer requests until there will be none."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let a call of `sample` in another thread end soon, without asking for more."""
+
+
 class Task(NamedTuple):
     """An answer that waits or is at work, with the tokens drawn so far."""
 

@@ -13,12 +13,10 @@ from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.rl.advantages import ADVANTAGES
 from ulysses.rl.engine_sampler import EngineSampler
 from ulysses.rl.outside_sampler import OutsideSampler
-from ulysses.rl.sampler import Completion, SamplingOptions
+from ulysses.rl.sampler import AnySampler, Completion, SamplingOptions
 from ulysses.stages.base import RunParts
 from ulysses.stages.passes import token_values
 from ulysses.zero.engine import ZeroEngine
-
-AnySampler = EngineSampler | OutsideSampler
 
 
 def unread_settings(ppo: PpoSection) -> dict[str, tuple[str, ...]]:
@@ -130,16 +128,4 @@ def build_sampler(config: Config, parts: RunParts, *, longest: int) -> AnySample
         return EngineSampler(
             parts.engine, parts.mesh, options, automatic, config.model, parts.renew
         )
-    return OutsideSampler(
-        ppo,
-        parts.export,
-        parts.served_weights,
-        config.sampler_folder,
-        parts.mesh.is_main,
-        options,
-        longest=longest,
-        vocabulary=shape.vocab_size,
-        float32=config.model.dtype == "float32",
-        renew=parts.renew,
-        say=parts.say,
-    )
+    return OutsideSampler(config, parts, options, longest)
