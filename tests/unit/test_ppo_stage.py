@@ -29,7 +29,7 @@ from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.rl.ppo import PpoStage
 from ulysses.rl.rewards import Rewards, gsm8k_reward
-from ulysses.rl.rollout import RolloutMaker, RolloutSteps
+from ulysses.rl.rollout import RolloutMaker
 from ulysses.rl.rollout_dataset import Rollout
 from ulysses.rl.trajectory import Trajectory
 from ulysses.stages.base import MetricSums
@@ -63,6 +63,10 @@ def whitened(x):
 def maker(settings):
     rest = dict.fromkeys(("engine", "mesh", "sampler", "tokens_per_microbatch"))
     return RolloutMaker(ppo=ppo(settings), **rest)
+
+
+def ppo_stage(settings):
+    return PpoStage(Config(stage="ppo", ppo=ppo(settings)), maker=maker(settings))
 
 
 SETTINGS = (
@@ -268,9 +272,9 @@ def test_an_episode_counts_once_however_many_branches_it_has(advantage):
 def test_a_rollout_from_longer_micro_batches_is_trained_as_it_was_laid_out():
     """A run continues a checkpoint on more processes, whose micro-batches are shorter."""
     data = ListDataset("prompt", [(s,) for s in sequences(2, 0)])
-    steps = RolloutSteps(maker(""), StepLoader(data, 2, tokens_per_microbatch=8, seed=3))
-    steps.maker.rollout = answered([[1, 2, 3]] * 2, [[5] * 4] * 4, budget=20)
-    served = [example for each in steps.step(0, 0) for example in each]
+    prompts, stage = StepLoader(data, 2, tokens_per_microbatch=8, seed=3), ppo_stage("")
+    stage.maker.rollout = answered([[1, 2, 3]] * 2, [[5] * 4] * 4, budget=20)
+    served = [example for each in stage.micro_batches(prompts, 0) for example in each]
     assert sorted(len(example.sequences) for example in served) == [2, 2]
 
 
@@ -280,16 +284,15 @@ def test_every_pass_takes_every_answer_once_in_new_minibatches(monkeypatch):
 
     def make(number, dataset, indices, following):
         assert dataset is data and indices == prompts.indices(*divmod(number, 3))
+        assert following is None
         made.append(number)
         return answered([[1, 2]] * len(indices), [[3]] * len(indices), number)
 
-    steps = RolloutSteps(maker("epochs=2 minibatches=3"), prompts)
-    monkeypatch.setattr(steps.maker, "make", make)
-    assert steps.steps_per_epoch == 3 * 6  # 25 prompts are 3 rollouts, the last of 5
-    stage, orders = PpoStage(Config(stage="ppo"), maker=steps.maker), []
-    for k in range(18):
-        served = [example.index for each in steps.step(0, k) for example in each]
-        orders.append(steps.indices(0, k))
+    stage, orders = ppo_stage("epochs=2 minibatches=3"), []
+    monkeypatch.setattr(stage.maker, "make", make)
+    for k in range(18):  # 25 prompts are 3 rollouts, the last of 5
+        served = [example.index for each in stage.micro_batches(prompts, k) for example in each]
+        orders.append(stage.rollout_examples(prompts, k))
         assert sorted(served) == sorted(orders[-1])
         # what the sentence says about a step that is not finite
         said = stage.trained_examples(prompts, k)

@@ -16,16 +16,17 @@ from tests.engine_case import ListDataset, sequences
 from tests.harness import PATIENCE, until
 from tests.sampling_server import SamplingServer
 from tests.unit.test_outside_sampler import sampler
+from ulysses.config.schema import Config
 from ulysses.config.stage_sections import PpoSection
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.rl.ppo import PpoStage
-from ulysses.rl.rollout import RolloutMaker, RolloutSteps
+from ulysses.rl.rollout import RolloutMaker
 from ulysses.rl.sampler import Completion, SamplingOptions
 
 PPO = {"advantage": "group", "answers_per_prompt": 2, "epochs": 1, "minibatches": 2}
 PPO |= {"kl_coefficient": 0.0, "importance_cap": 2.0, "reward": "a:b"}
-ROLLOUTS = 3
+STEPS = 3 * PPO["minibatches"]
 
 
 class Sampler:
@@ -51,8 +52,8 @@ class Sampler:
         return {n: Completion(t, [-1.0] * len(t), True) for n, t in zip(prompts, drawn)}
 
 
-def steps_with(sampler, ahead, monkeypatch):
-    """The steps of three rollouts of 4, 4 and 2 prompts, without a model."""
+def stage_with(sampler, ahead, monkeypatch):
+    """The stage, and the prompts of three rollouts of 4, 4 and 2 prompts, without a model."""
 
     def gathered(value):
         sampler.events += ["all wait"] * (value is None)
@@ -75,22 +76,23 @@ def steps_with(sampler, ahead, monkeypatch):
     data = ListDataset("prompt", [(s,) for s in sequences(10, 0)])
     data.row = lambda _: {}
     prompts = StepLoader(data, 4, tokens_per_microbatch=64, seed=3)
-    return RolloutSteps(maker, prompts, ROLLOUTS * PPO["minibatches"])
+    config = Config(stage="ppo", ppo=maker.ppo, run={"steps": STEPS})
+    return PpoStage(config, maker=maker), prompts
 
 
 def trained(sampler, ahead, monkeypatch):
     """Read all steps; after the last one of each rollout the servers may answer."""
-    steps, found = steps_with(sampler, ahead, monkeypatch), []
-    for k in range(steps.total_steps):
+    (stage, prompts), found = stage_with(sampler, ahead, monkeypatch), []
+    for k in range(STEPS):
         sampler.trained.clear()
-        batches = steps.step(0, k)
-        if steps.maker.ahead:
+        batches = stage.micro_batches(prompts, k)
+        if stage.maker.ahead:
             assert until(partial(sampler.events.__contains__, f"ask {k // 2 + 1}"))
         sampler.events.append(f"step {k}")
         found.append([s for b in batches for example in b for s in example.sequences])
         sampler.trained.set()
-        if steps.maker.ahead:
-            wait([steps.maker.ahead])
+        if stage.maker.ahead:
+            wait([stage.maker.ahead])
     return found
 
 
@@ -110,7 +112,7 @@ def test_servers_answer_the_next_rollout_while_one_is_trained(monkeypatch):
 
 def test_what_is_trained_does_not_depend_on_when_it_was_asked_for(monkeypatch):
     now, ahead = (trained(Sampler(), ahead, monkeypatch) for ahead in (0, 1))
-    assert len(now) == ROLLOUTS * PPO["minibatches"]
+    assert len(now) == STEPS
     for ours, theirs in zip(ahead, now, strict=True):
         for one, other in zip(ours, theirs, strict=True):
             assert one.tokens.tolist() == other.tokens.tolist()
@@ -120,10 +122,9 @@ def test_what_is_trained_does_not_depend_on_when_it_was_asked_for(monkeypatch):
 
 def test_an_evaluation_brings_new_weights_when_no_answer_is_being_drawn(monkeypatch):
     sampler = Sampler()
-    steps = steps_with(sampler, 1, monkeypatch)
-    steps.step(0, 0)
-    stage = PpoStage(Mock(ppo=steps.maker.ppo), maker=steps.maker)
-    held_out = Mock(steps_per_epoch=1, dataset=steps.prompts.dataset)
+    stage, prompts = stage_with(sampler, 1, monkeypatch)
+    stage.micro_batches(prompts, 0)
+    held_out = Mock(steps_per_epoch=1, dataset=prompts.dataset)
     held_out.sets.return_value = {"": held_out}
     held_out.indices.return_value = [0, 1]
     threading.Timer(0.1, sampler.trained.set).start()
@@ -131,7 +132,7 @@ def test_an_evaluation_brings_new_weights_when_no_answer_is_being_drawn(monkeypa
     answered = sampler.events.index("answer 1") + 1
     assert sampler.events[answered:][:2] == ["all wait", "weights for 0"]
     sampler.events.clear()
-    steps.step(0, 2)
+    stage.micro_batches(prompts, 2)
     assert sampler.events[:2] == ["all wait", "weights for 2"], "nothing was asked for again"
 
 

@@ -96,7 +96,7 @@ class OnPolicyStage(DistillStage):
         if not torch.is_grad_enabled():
             return super().read(source, step)
         began, dataset = time.perf_counter(), source.dataset
-        indices = source.indices(*divmod(step, source.steps_per_epoch))
+        indices = source.indices_at(step)
         rows = [list(dataset[i].sequences) for i in indices]
         lengths = dataset.lengths[indices].tolist()
         key = keyed_generator("cpu", source.seed, "on policy", step)

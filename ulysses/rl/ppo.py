@@ -6,7 +6,9 @@
 
 ppo.advantage chooses how A is computed (ulysses.rl.advantages), ppo.ratio whether rho is that of a token or of its
 answer. The means run over the answers' tokens of one optimizer step, with the weights that loss_aggregation gives them.
-`read` makes the rollouts (ulysses.rl.rollout); the losses read their columns.
+Steps read rollouts (ulysses.rl.rollout), and the losses their columns:
+
+steps   | rollout 0: pass 0 (minibatch 0 .. m-1), pass 1 (...) | rollout 1: ... |
 """
 
 from collections.abc import Callable, Iterator
@@ -15,19 +17,20 @@ from itertools import count
 from pathlib import Path
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from losses.ppo import kl_estimate, ppo_policy_loss, ppo_value_loss
 from ulysses.config.stage_sections import PpoSection, is_function
-from ulysses.data.serve.dataset import TokenizedDataset
-from ulysses.data.serve.steps import StepLoader
+from ulysses.data.serve.dataset import Example, TokenizedDataset
+from ulysses.data.serve.steps import StepLoader, shuffled
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.sums import segment_sums
 from ulysses.rl.advantages import ADVANTAGES, OPPOSED
 from ulysses.rl.rewards import Rewards
-from ulysses.rl.rollout import SCORES, RolloutMaker, RolloutSteps, answer_metrics
+from ulysses.rl.rollout import SCORES, RolloutMaker, answer_metrics
 from ulysses.rl.rollout_dataset import Rollout
 from ulysses.rl.samplers import build_sampler, check_sampling, unread_settings
 from ulysses.rl.trajectory import Trajectory, episodes_of
@@ -39,7 +42,6 @@ from ulysses.stages.base import (
     PlannedRollout,
     Requirements,
     RunParts,
-    StepBatches,
     Term,
 )
 from ulysses.stages.referenced import REFERENCE_LOGPS, ReferencedStage
@@ -247,14 +249,35 @@ class PpoStage(ReferencedStage):
 
     # ---------------------------------------------------------------- what the loop reads
 
-    def read(self, source: StepLoader, step: int) -> StepBatches:
-        """Return what a step reads of its rollout, which is made first, unless it is the current one."""
-        return super().read(RolloutSteps(self.maker, source, self.total_steps(source)), step)
+    def micro_batches(self, source: StepLoader, step: int) -> list[list[Example]]:
+        """Return the examples of a step's micro-batches; its rollout is made first, unless it is the current one."""
+        maker, per_rollout = self.maker, self.table.steps_per_rollout
+        number = step // per_rollout
+        if maker.rollout is None or maker.rollout.number != number:
+            is_last = (number + 1) * per_rollout >= self.total_steps(source)
+            ahead = self.table.rollouts_ahead and not is_last
+            following = source.indices_at(number + 1) if ahead else None
+            maker.rollout = maker.make(
+                number, source.dataset, source.indices_at(number), following
+            )
+        # a checkpoint's rollout was laid out for the micro-batches of other processes, which may have been longer
+        longest = max(
+            source.tokens_per_microbatch, int(maker.rollout.sequence_lengths.sum(1).max())
+        )
+        longer = replace(source, tokens_per_microbatch=longest)
+        return longer.micro_batches(maker.rollout, self.rollout_examples(source, step))
+
+    def rollout_examples(self, source: StepLoader, step: int) -> list[int]:
+        """Return the examples of a step of the current rollout; every pass takes its groups in a new order."""
+        rollout, ppo = self.maker.rollout, self.table
+        pass_number, minibatch = divmod(step % ppo.steps_per_rollout, ppo.minibatches)
+        groups = int(rollout.groups[-1]) + 1
+        order = shuffled(groups, source.seed, rollout.number, pass_number)
+        return rollout.examples(np.array_split(order, ppo.minibatches)[minibatch].tolist())
 
     def trained_examples(self, source: StepLoader, step: int) -> str:
-        steps = RolloutSteps(self.maker, source)
-        numbers = steps.indices(*divmod(step, steps.steps_per_epoch))
-        return f"examples {numbers[:8]} ... of rollout {self.maker.rollout.number}"
+        numbers = self.rollout_examples(source, step)[:8]
+        return f"examples {numbers} ... of rollout {self.maker.rollout.number}"
 
     # ---------------------------------------------------------------- the loss
 

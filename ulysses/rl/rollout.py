@@ -32,8 +32,7 @@ from torch import Tensor
 from losses.ppo import MAX_LOG_RATIO, kl_estimate, token_rewards
 from ulysses.config.section import LARGEST
 from ulysses.config.stage_sections import PpoSection
-from ulysses.data.serve.dataset import Example, TokenizedDataset
-from ulysses.data.serve.steps import StepLoader, shuffled
+from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.rl.advantages import ADVANTAGES, OPPOSED
@@ -358,52 +357,3 @@ class RolloutMaker:
             held[OPPOSED] = opposed
         held["weights"] = rollout.held(weights).roll(1)
         rollout.columns |= {name: column.float() for name, column in held.items()}
-
-
-@dataclass(eq=False)
-class RolloutSteps:
-    """Serve the optimizer steps of rollouts, with the methods of a StepLoader that a stage reads by.
-
-    steps of an epoch   | rollout 0: pass 0 (minibatch 0 .. m-1), pass 1 (...) | rollout 1: ... |
-
-    A rollout is made when `step` is first called for one of its steps. Each of `ppo.epochs` passes takes its prompts in
-    a new order, in `ppo.minibatches` steps. All ranks call every method together.
-
-    Args:
-        prompts: the loader whose step k holds the prompts of rollout k of the epoch.
-        total_steps: of the run; a rollout behind them is not asked for ahead.
-    """
-
-    maker: RolloutMaker
-    prompts: StepLoader
-    total_steps: int = 0
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.prompts.steps_per_epoch * self.maker.ppo.steps_per_rollout
-
-    def step(self, epoch: int, k: int) -> list[list[Example]]:
-        """Return this group's micro-batches of step k; its rollout is made first, unless it is the current one."""
-        prompts, maker = self.prompts, self.maker
-        of_epoch = k // maker.ppo.steps_per_rollout
-        number = epoch * prompts.steps_per_epoch + of_epoch
-        if maker.rollout is None or maker.rollout.number != number:
-            indices, following = prompts.indices(epoch, of_epoch), None
-            later = (number + 1) * maker.ppo.steps_per_rollout
-            if maker.ppo.rollouts_ahead and later < self.total_steps:
-                following = prompts.indices(*divmod(number + 1, prompts.steps_per_epoch))
-            maker.rollout = maker.make(number, prompts.dataset, indices, following)
-        # a checkpoint's rollout was laid out for the micro-batches of other processes, which may have been longer
-        longest = int(maker.rollout.sequence_lengths.sum(1).max())
-        if longest > prompts.tokens_per_microbatch:
-            prompts = replace(prompts, tokens_per_microbatch=longest)
-        return prompts.micro_batches(maker.rollout, self.indices(epoch, k))
-
-    def indices(self, epoch: int, k: int) -> list[int]:
-        """Return the examples of step k of the current rollout, in a fixed order."""
-        rollout, ppo = self.maker.rollout, self.maker.ppo
-        pass_number, minibatch = divmod(k % ppo.steps_per_rollout, ppo.minibatches)
-        order = shuffled(
-            int(rollout.groups[-1]) + 1, self.prompts.seed, rollout.number, pass_number
-        )
-        return rollout.examples(np.array_split(order, ppo.minibatches)[minibatch].tolist())
