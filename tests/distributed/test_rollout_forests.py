@@ -22,7 +22,7 @@ from ulysses.config.stage_sections import PpoSection
 from ulysses.parallel.batch import pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.rl import trajectory
-from ulysses.rl.advantages import ADVANTAGES, OPPOSED
+from ulysses.rl.advantages import OPPOSED
 from ulysses.rl.ppo import PpoStage
 from ulysses.rl.rollout import RolloutMaker
 from ulysses.rl.rollout_dataset import Rollout
@@ -85,7 +85,7 @@ def trajectories(seed):
 def made(seed, ppo, budget):
     """A finished rollout."""
     by_length = ppo.loss_aggregation == "sequence"
-    share_drawn = ppo.ratio == "token" and not ADVANTAGES[ppo.advantage].needs_value
+    share_drawn = ppo.ratio == "token" and not ppo.needs_value
     how = {"by_length": by_length, "share_drawn": share_drawn}
     rollout = Rollout.of(0, trajectories(seed), tokens_per_microbatch=budget, **how)
     own = [
@@ -104,7 +104,7 @@ def trained(seed, settings, budget, mesh):
     """The loss of a whole rollout and its gradient, the rollout, and how many tokens are computed."""
     ppo = table(settings)
     rollout = made(seed, ppo, budget)
-    needs_value = ADVANTAGES[ppo.advantage].needs_value
+    needs_value = ppo.needs_value
     kind = PolicyValue if needs_value else CausalLM
     model = filled(kind(SHAPE, mesh, attention="reference"), HostWeights(SHAPE, 0)).double()
     examples = np.unique(rollout.example_ids).tolist()

@@ -28,7 +28,7 @@ from ulysses.data.serve.dataset import Example, TokenizedDataset
 from ulysses.data.serve.steps import StepLoader, shuffled
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.sums import segment_sums
-from ulysses.rl.advantages import ADVANTAGES, OPPOSED
+from ulysses.rl.advantages import OPPOSED
 from ulysses.rl.rewards import Rewards
 from ulysses.rl.rollout import SCORES, RolloutMaker, answer_metrics
 from ulysses.rl.rollout_dataset import Rollout
@@ -111,7 +111,7 @@ class PpoStage(ReferencedStage):
                 f"ppo.reward names several reward models ({', '.join(ppo.reward)}) but only one is computed; serve the "
                 "others by http"
             )
-        if ADVANTAGES[ppo.advantage].needs_group and ppo.answers_per_prompt < 2:
+        if ppo.compares_answers and ppo.answers_per_prompt < 2:
             yield (
                 f'ppo.advantage = "{ppo.advantage}" compares the answers to a prompt but ppo.answers_per_prompt is 1; '
                 "set it to at least 2 (commonly 8)"
@@ -155,15 +155,15 @@ class PpoStage(ReferencedStage):
         if self.table.takes_rows:
             from ulysses.rl.rows import unfit_advantages
 
-            given, advantage = train.columns["given"], self.table.advantage
+            given = train.columns["given"]
             yield from filter(None, [unfit_advantages(given, self.table)])
             groups = len({*train.columns["prompt_id"].tolist()})
             # a program's own loop may name a single row, for the plan alone
             is_alone = groups == len(given) > 1 and not given.any()
-            if ADVANTAGES[advantage].needs_group and is_alone:
+            if self.table.compares_answers and is_alone:
                 yield (
-                    f'ppo.advantage = "{advantage}" compares the rows of a group but every group has one row; give one '
-                    "group to the rows that answer the same"
+                    f'ppo.advantage = "{self.table.advantage}" compares the rows of a group but every group has one '
+                    "row; give one group to the rows that answer the same"
                 )
 
     @property
@@ -182,7 +182,6 @@ class PpoStage(ReferencedStage):
     def requirements(self) -> Requirements:
         ppo, base = self.table, super().requirements
         prompts, answers = base.longest_example, ppo.answers_per_prompt
-        needs_value = ADVANTAGES[ppo.advantage].needs_value
         models = base.models
         if ppo.reward_model:
             models += (AuxiliaryModel("reward", "ppo.reward", ppo.reward_model),)
@@ -204,8 +203,8 @@ class PpoStage(ReferencedStage):
             extra_forwards=1 / ppo.epochs,
             # entropies take several more passes over the logits
             logit_bytes=base.logit_bytes + 32,
-            value=needs_value,
-            scopes={"policy": 1.0, "value": ppo.value_lr_factor} if needs_value else None,
+            value=ppo.needs_value,
+            scopes={"policy": 1.0, "value": ppo.value_lr_factor} if ppo.needs_value else None,
             models=tuple(model._replace(passes=1 / ppo.epochs) for model in models),
             rollout=rollout,
         )
@@ -311,7 +310,7 @@ class PpoStage(ReferencedStage):
             "loss/policy_avg": policy_losses,
         }
         trained = [(policy_losses, 1.0)]
-        if ADVANTAGES[ppo.advantage].needs_value:
+        if ppo.needs_value:
             value = ppo_value_loss(
                 out.values, columns["old_values"], columns["returns"], ppo.value_clip
             )

@@ -35,7 +35,7 @@ from ulysses.config.stage_sections import PpoSection
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh, gather
-from ulysses.rl.advantages import ADVANTAGES, OPPOSED
+from ulysses.rl.advantages import OPPOSED, advantages_of
 from ulysses.rl.rollout_dataset import Rollout
 from ulysses.rl.sampler import AnySampler
 from ulysses.rl.servers import in_thread
@@ -247,8 +247,7 @@ class RolloutMaker:
             trajectories,
             tokens_per_microbatch=self.tokens_per_microbatch * self.share_prompts,
             by_length=self.ppo.loss_aggregation == "sequence",
-            share_drawn=self.ppo.ratio == "token"
-            and not ADVANTAGES[self.ppo.advantage].needs_value,
+            share_drawn=self.ppo.ratio == "token" and not self.ppo.needs_value,
         )
 
     def complete(self, rollout: Rollout) -> None:
@@ -263,8 +262,7 @@ class RolloutMaker:
         temperature = self.ppo.temperature
         with self.engine.inference():
             out = self.engine(batch, temperature=temperature)
-        needs_value = ADVANTAGES[self.ppo.advantage].needs_value
-        values = out.values if needs_value else torch.zeros_like(out.logps)
+        values = out.values if self.ppo.needs_value else torch.zeros_like(out.logps)
         reference = out.logps
         if self.reference is not None:
             reference = self.reference(batch, temperature=temperature)
@@ -310,8 +308,9 @@ class RolloutMaker:
             missing_eos_penalty=ppo.missing_eos_penalty,
             has_eos=ended,
         )
-        compute = ADVANTAGES[ppo.advantage].compute
-        columns, of_advantages = compute(rewards, values, cu_seqlens, rollout.trajectories, ppo)
+        columns, of_advantages = advantages_of(
+            rewards, values, cu_seqlens, rollout.trajectories, ppo
+        )
         if rollout.trajectories[0].advantages:  # then all have them
             given = [np.array(one.advantages)[one.sampled] for one in rollout.trajectories]
             columns["advantages"] = torch.from_numpy(np.concatenate(given)).double()

@@ -40,7 +40,7 @@ def unread_settings(ppo: PpoSection) -> dict[str, tuple[str, ...]]:
             ("ppo.sampler_folder", "ppo.sampler_reload"),
         ),
         (not ppo.rollout, "there is no ppo.rollout", ("ppo.max_episode_tokens",)),
-        (True, f'ppo.advantage is "{ppo.advantage}"', ADVANTAGES[ppo.advantage].unread),
+        (True, f'ppo.advantage is "{ppo.advantage}"', ADVANTAGES[ppo.advantage]),
     )
     return {
         f"not read, because {mode}; change that, or leave this out": names
