@@ -310,7 +310,7 @@ def test_without_a_server_that_ends_between_two_requests_the_others_serve(
 def test_servers_that_were_lost_by_different_ranks_leave_none(tmp_path, server, monkeypatch):
     addresses = [f"{dialect}+{server.address}" for dialect in ("vllm", "sglang")]
     found = sampler(tmp_path, *addresses)
-    lost = [({one: LostError(f"{one} is away")}, True, {}) for one in found.servers]
+    lost = [({one: LostError(f"{one} is away")}, True) for one in found.servers]
     monkeypatch.setattr(outside, "gather", lambda value: lost)
     with pytest.raises(LostError, match="is away"):
         found.synchronise()

@@ -101,7 +101,7 @@ class OutsideSampler(AnySampler):
         The first call also asks the servers what they are. Raises UserCodeError if one does not fit or does not take
         them, or if none is left.
         """
-        config, is_main = self.config, self.parts.mesh.is_main
+        config = self.config
         self.is_current = not (self.marks and rollout % config.ppo.sampler_sync_every)
         # one that ends between two synchronisations has lost its weights, even if it is there again for the next one
         for server in self.servers if self.is_current else self.serving:
@@ -121,19 +121,15 @@ class OutsideSampler(AnySampler):
             self.push(self.serving)
         elif self.is_current:
             self.parts.export(config.sampler_folder)
-            for server in self.serving if is_main else ():
+            for server in self.serving if self.parts.mesh.is_main else ():
                 server.reload(config.sampler_folder, config.ppo.sampler_reload)
-        if self.is_current and is_main:
-            self.marks = {}
-            for server in self.serving:
-                with self._leaving_out(server):
-                    self.marks[server] = server.marks()
         # no process asks a server before all servers have the new weights, nor one that any process has lost
-        of_ranks = gather((self.lost, self.compared, self.marks))
-        for lost, compared, _ in of_ranks:
+        for lost, compared in gather((self.lost, self.compared)):
             self.lost |= lost
             self.compared &= compared
-        self.marks = of_ranks[0][2]
+        for server in self.serving if self.is_current else ():
+            with self._leaving_out(server):
+                self.marks[server] = server.marks()
         if not self.serving:
             raise next(iter(self.lost.values()))
 

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 
 from ulysses.config.section import LARGEST, ConfigError, UserCodeError, collecting, visible
 from ulysses.config.stage_sections import PpoSection, is_function
-from ulysses.rl.servers import post
+from ulysses.rl.servers import call
 
 if TYPE_CHECKING:  # every worker imports this file, and needs no torch
     from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
@@ -71,7 +71,7 @@ def _ask_server(
         {"prompt": prompt, "completion": completion, "row": row}
         for prompt, completion, row in zip(prompts, completions, rows)
     ]
-    return post(url, {"rows": body}, timeout * len(body))["scores"]
+    return call(url, {"rows": body}, timeout=timeout * len(body))["scores"]
 
 
 @dataclass

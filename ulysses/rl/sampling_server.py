@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ulysses.config.section import UserCodeError
 from ulysses.rl.sampler import Completion, Request, SamplingOptions
-from ulysses.rl.servers import Json, LostError, RefusedError, get, is_up, post
+from ulysses.rl.servers import Json, LostError, RefusedError, call
 
 # The calls, in order, that make a server read the weights in a folder: {path: body}, where FOLDER stands for it. vLLM
 # needs VLLM_SERVER_DEV_MODE=1.
@@ -68,22 +68,31 @@ class Server:
     def call(
         self, path: str, body: Json = None, *, seconds: float = INFO_SECONDS, attempts: int = 3
     ) -> Json:
-        """Return the answer to a POST of the body or, without one, to a GET in so many seconds.
+        """Return the answer to a POST of the body or, without one, what the server tells in so many seconds, or None.
 
-        Raises UserCodeError if the server fails, LostError if it takes no requests.
+        Raises LostError if it takes no requests, and UserCodeError if a POST fails.
         """
+        timeout = seconds if body is None else self.timeout
         try:
-            if body is None:
-                return get(self.url + path, seconds)
-            return post(self.url + path, body, self.timeout, attempts)
+            return call(self.url + path, body, timeout=timeout, attempts=attempts)
         except (OSError, ValueError) as error:
-            is_lost = isinstance(error, RefusedError) or not is_up(
-                f"{self.url}/health", INFO_SECONDS
-            )
-            raise (LostError if is_lost else UserCodeError)(
+            is_lost = isinstance(error, RefusedError)
+            if body is None and not is_lost:
+                return None  # as where it knows no such path
+            raise (LostError if is_lost or not self._is_up() else UserCodeError)(
                 f"the sampling server {self.url}{path} failed ({error}); look at its log, start it again and continue "
                 "with --run.resume auto"
             ) from None
+
+    def _is_up(self) -> bool:
+        """Return whether the server answers anything but that it is not available."""
+        try:
+            call(f"{self.url}/health", timeout=INFO_SECONDS)
+        except (RefusedError, TimeoutError):
+            return False
+        except (OSError, ValueError):
+            pass
+        return True
 
     def tell(self, path: str, body: Json) -> None:
         """Make a call that is a part of taking weights."""
