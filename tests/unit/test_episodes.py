@@ -323,6 +323,18 @@ async def asks_nonsense(row, model):
     await model.complete([70_000])
 
 
+async def asks_for_halves(row, model):
+    await model.complete([5.5])
+
+
+async def asks_for_nothing(row, model):
+    await model.complete([5], max_tokens=0)
+
+
+async def asks_for_half_a_token(row, model):
+    await model.complete([5], max_tokens=0.5)
+
+
 async def chats_nonsense(row, model):
     await model.chat([{"role": "king", "content": "hi"}])
 
@@ -354,6 +366,9 @@ FAULTS = {
     "returned None; return a finite number": wrong(None),
     r"failed: .*5000 tokens leave no room .* \(test_episodes.py": asks_for_much,
     "failed: ValueError: a prompt should have tokens, and they are from 0 to": asks_nonsense,
+    "failed: ValueError: a prompt should have tokens": asks_for_halves,
+    "failed: ValueError: max_tokens is 0 but must be at least 1": asks_for_nothing,
+    "failed: TypeError: 'float' object cannot be interpreted as an integer": asks_for_half_a_token,
     "failed: .*message 1 has the role 'king'": chats_nonsense,
     "took longer than ppo.reward_timeout, 0.3 s, beside its calls": sleeps,
     "took longer than ppo.reward_timeout, 0.3 s": blocks,
@@ -486,6 +501,9 @@ WRONG_REQUESTS = {
     "stop is ['x'] but in this run it is False": {"stop": ["x"]},
     "message 1 has the role 'king'": {"messages": [{"role": "king", "content": "a"}]},
     "KeyError: 'messages'": {"messages": ...},
+    "max_tokens is 0 but must be at least 1": {"max_tokens": 0},
+    "max_tokens is -1 but": {"max_completion_tokens": -1, "max_tokens": 5},
+    "'float' object": {"max_tokens": 2.5},
 }
 
 

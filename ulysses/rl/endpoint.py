@@ -100,7 +100,8 @@ class Endpoint(ThreadingHTTPServer):
             if body[name] not in (None, wanted):
                 given = f"{name} is {body[name]!r:.50}"
                 return _refused(400, f"{given} but in this run it is {wanted!r}")
-        limit = body.get("max_completion_tokens") or body.get("max_tokens")
+        limits = body.get("max_completion_tokens"), body.get("max_tokens")
+        limit = next((each for each in limits if each is not None), None)
 
         async def chat() -> Turn:
             client, task = request.connection, asyncio.current_task()

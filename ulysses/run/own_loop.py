@@ -17,7 +17,7 @@ from ulysses.rl.ppo import PpoStage
 from ulysses.rl.rows import trajectories_of, unfit_advantages
 from ulysses.rl.sampler import Completion
 from ulysses.rl.samplers import sample_together
-from ulysses.rl.trajectory import check_prompt
+from ulysses.rl.trajectory import prompt_tokens
 from ulysses.run.trainer import Trainer
 from ulysses.stages.base import Metrics
 
@@ -29,10 +29,11 @@ def sample(trainer: Trainer, prompts: Sequence[Sequence[int]]) -> list[Completio
     """
     maker, mesh = ppo_stage(trainer).maker, trainer.mesh
     vocabulary = trainer.engine.module.config.vocab_size
-    prompts = [[*each] for each in gather(prompts)[0]]
-    for n, prompt in enumerate(prompts):
-        check_prompt(prompt, vocabulary, f"prompt {n}")
-    if not prompts:
+    given = {
+        n: prompt_tokens(prompt, vocabulary, f"prompt {n}")
+        for n, prompt in enumerate(gather(prompts)[0])
+    }
+    if not given:
         return []
     finish_rollout(trainer)
     step, (after, calls) = trainer.step, maker.asked
@@ -46,7 +47,7 @@ def sample(trainer: Trainer, prompts: Sequence[Sequence[int]]) -> list[Completio
         maker.sampler,
         maker.engine,
         mesh,
-        dict(enumerate(prompts)),
+        given,
         (step << 20) + calls,
         maker.tokens_per_microbatch,
     )
