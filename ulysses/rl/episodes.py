@@ -60,8 +60,6 @@ class EpisodeLoop(Thread):
         Raises UserCodeError if an episode fails, takes too long, or returns what is no score; it names the example.
         """
         episodes = Episodes(self, rows)
-        for number in rows:
-            asyncio.run_coroutine_threadsafe(episodes.run(number), self.loop)
         sampler.serve(episodes, rollout)
         return [one for number in rows for one in episodes.done[number]]
 
@@ -97,7 +95,7 @@ class Episodes(Requests):
     Attributes:
         done: the trajectories of episodes that have ended.
         models: of those that have not.
-        tasks: those that run, which nothing else might keep alive.
+        tasks: those that run the functions, which nothing else might keep alive.
         since: when the function of an episode began, or went on after a call; not while it waits for the event loop.
         futures: of the completions that episodes wait for, by the numbers of the episode and the call.
         queue: requests for the sampler, errors, and None for every episode that has ended.
@@ -121,17 +119,18 @@ class Episodes(Requests):
                 self.ppo.max_new_tokens,
             )
         self.done: dict[int, list[Trajectory]] = {}
-        self.tasks = set[asyncio.Task[Any] | None]()
         self.since: dict[int, float] = {}
         self.futures: dict[tuple[int, int], asyncio.Future[Completion]] = {}
         self.queue = SimpleQueue[Request | UserCodeError | None]()
+        self.tasks = [
+            asyncio.run_coroutine_threadsafe(self.run(number), thread.loop) for number in rows
+        ]
 
     # ---------------------------------------------------------------- in the episodes' thread
 
     async def run(self, number: int) -> None:
         (index, row), model = self.rows[number], self.models[number]
         score, problem = None, ""
-        self.tasks.add(asyncio.current_task())
         self.since[number] = monotonic()
         try:
             # a copy, because the function may change a row, which several episodes share

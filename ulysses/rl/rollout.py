@@ -17,10 +17,10 @@ them.
 """
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from typing import Any
 
@@ -95,7 +95,7 @@ class RolloutMaker:
     Attributes:
         ahead: this rank's part of the next rollout, which servers answer while the current one is trained.
         collected: when the last rollout's answers had come.
-        asked: a step, and how often a program has sampled after it (ulysses/run/own_loop.py).
+        calls: how often a program has sampled after a step (ulysses/run/own_loop.py).
     """
 
     engine: ZeroEngine
@@ -113,7 +113,7 @@ class RolloutMaker:
     rollout: Rollout | None = None
     ahead: Future[list[Trajectory]] | None = None
     collected: float | None = None
-    asked: tuple[int, int] = (-1, 0)
+    calls: Counter[int] = field(default_factory=Counter)
 
     # ---------------------------------------------------------------- answers
 
@@ -159,7 +159,8 @@ class RolloutMaker:
 
     def synchronise(self, rollout: int = 0) -> None:
         """Bring the sampler the current weights, when the answers that are being drawn have come to all ranks."""
-        wait(filter(None, [self.ahead]))
+        if self.ahead:
+            wait([self.ahead])
         gather(None)  # rank 0 may pause the servers of the others
         self.sampler.synchronise(rollout)
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -34,13 +34,6 @@ PART_BYTES = 256 << 20
 Part = list[tuple[str, Tensor]]
 
 
-class Group(NamedTuple):
-    """All workers of a server with this process, which sends."""
-
-    name: str
-    processes: Any
-
-
 class WeightPush:
     """Give servers the weights; every rank has one of these.
 
@@ -49,13 +42,13 @@ class WeightPush:
 
     Attributes:
         version: what the last weights are called, which is another name at every push of every run; on rank 0.
-        groups: those that rank 0 has met.
+        groups: all workers of a server with rank 0, which sends: the group's name, and what broadcasts in it.
     """
 
     def __init__(self, backend: str, parts: RunParts) -> None:
         self.backend, self.parts = backend, parts
         self.version = ""
-        self.groups: dict[Server, Group] = {}
+        self.groups: dict[Server, tuple[str, Any]] = {}
 
     @property
     def device(self) -> torch.device:
@@ -118,7 +111,7 @@ class WeightPush:
             call = "/init_weight_transfer_engine", {"init_info": where}
         else:
             call = "/init_weights_update_group", where
-        self.groups[server] = Group(name, _call_during(met, server, *call))
+        self.groups[server] = name, _call_during(met, server, *call)
 
     def _send(self, server: Server, part: Part) -> None:
         """Have a server load tensors."""

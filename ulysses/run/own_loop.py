@@ -27,7 +27,7 @@ def sample(trainer: Trainer, prompts: Sequence[Sequence[int]]) -> list[Completio
 
     Raises ValueError for a prompt without tokens, or with one that the model does not know.
     """
-    maker, mesh = ppo_stage(trainer).maker, trainer.mesh
+    maker = ppo_stage(trainer).maker
     vocabulary = trainer.engine.module.config.vocab_size
     given = {
         n: prompt_tokens(prompt, vocabulary, f"prompt {n}")
@@ -36,21 +36,15 @@ def sample(trainer: Trainer, prompts: Sequence[Sequence[int]]) -> list[Completio
     if not given:
         return []
     finish_rollout(trainer)
-    step, (after, calls) = trainer.step, maker.asked
-    if after != step:  # so that servers have earlier weights
+    step = trainer.step
+    if not maker.calls[step]:  # servers have earlier weights
         maker.synchronise()
-        calls = 0
-    maker.asked = step, calls + 1
-    maker.phase("sampling")
     # each call draws with random numbers of its own
-    found = sample_together(
-        maker.sampler,
-        maker.engine,
-        mesh,
-        given,
-        (step << 20) + calls,
-        maker.tokens_per_microbatch,
-    )
+    number = (step << 20) + maker.calls[step]
+    maker.calls[step] += 1
+    maker.phase("sampling")
+    budget = maker.tokens_per_microbatch
+    found = sample_together(maker.sampler, maker.engine, trainer.mesh, given, number, budget)
     trainer.watch.pause()
     return [*found.values()]
 
