@@ -112,9 +112,8 @@ class OutsideSampler(AnySampler):
                 if not self.is_current:
                     self._check_marks(server, LostError)
                     continue
-                server.call("/health", seconds=LOOK_SECONDS)
+                server.check(self.longest, self.options.temperature)
                 if self.lost.pop(server, None):
-                    server.check(self.longest, self.options.temperature)
                     self.compared = False
                     self.parts.say(f"{server} is there again")
         if self.is_current and self.push:
