@@ -94,8 +94,8 @@ def made(seed, ppo, budget):
         for sequence, left_out in zip(rollout[i].sequences, rollout.prefix_lengths[i].tolist())
     ]
     old, values, reference = torch.from_numpy(np.concatenate(own, axis=1)).float()
-    rest = dict.fromkeys(("engine", "mesh", "sampler", "tokens_per_microbatch"))
-    finish = RolloutMaker(ppo=ppo, **rest).finish
+    stage = PpoStage(Config(stage="ppo", ppo=ppo))
+    finish = RolloutMaker(stage, parts=None, sampler=None).finish
     finish(rollout, 0.4 * old - 4.6, 0.3 * values, 0.4 * reference - 4.6)
     return rollout
 

@@ -159,7 +159,7 @@ def what_is_refused(run, rows):
     planned = planned_step(trainer.stage, trainer.engine.module.config, data, [*range(4)])
     trained = trainer.train_step()["tokens"]
     whole, rollout = sum(planned.tokens), maker.rollout
-    most = maker.tokens_per_microbatch + 1
+    most = maker.parts.tokens_per_microbatch + 1
     longer = {key: (rows[0][key] * most)[:most] for key in ("token_ids", "mask", "logprobs")}
     longer["mask"][-1] = 1
     for act, given, sentence in (

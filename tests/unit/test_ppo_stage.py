@@ -2,6 +2,7 @@
 
 import math
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from itertools import cycle
 from unittest.mock import Mock
 
@@ -60,13 +61,9 @@ def whitened(x):
     return (x - x.mean()) / (x.var(correction=0) + 1e-8).sqrt()
 
 
-def maker(settings):
-    rest = dict.fromkeys(("engine", "mesh", "sampler", "tokens_per_microbatch"))
-    return RolloutMaker(ppo=ppo(settings), **rest)
-
-
 def ppo_stage(settings):
-    return PpoStage(Config(stage="ppo", ppo=ppo(settings)), maker=maker(settings))
+    stage = PpoStage(Config(stage="ppo", ppo=ppo(settings)))
+    return replace(stage, maker=RolloutMaker(stage, parts=None, sampler=None))
 
 
 SETTINGS = (
@@ -86,7 +83,7 @@ def test_rewards_advantages_and_returns_against_the_formula(settings):
     assert rollout.columns["weights"].nonzero().flatten().tolist() == [
         i + 1 for i in PREDICTED_AT
     ]
-    maker(settings).finish(rollout, *flat)
+    ppo_stage(settings).maker.finish(rollout, *flat)
     old, values, reference = flat[:, PREDICTED_AT].double()
     d = old - reference
     kl = {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[c.kl_estimator]
@@ -127,7 +124,9 @@ def test_advantages_without_a_value(advantage, kl_in, masked):
     old, reference = torch.randn(2, len(predicts))
     settings = f"advantage={advantage} kl_in={kl_in} mask_truncated={masked}"
     given = "answers_per_prompt=3 kl_coefficient=0.3 importance_cap=1.1"
-    maker(f"{settings} {given}").finish(rollout, old, torch.zeros_like(old), reference)
+    ppo_stage(f"{settings} {given}").maker.finish(
+        rollout, old, torch.zeros_like(old), reference
+    )
     gaps = 0.3 * (kl_in == "reward") * kept * (old - reference)[predicts].double()
     to_come = [gap.flip(0).cumsum(0).flip(0) for gap in gaps.split(lengths.tolist())]
     if advantage == "reinforce++":
@@ -259,7 +258,8 @@ def test_an_episode_counts_once_however_many_branches_it_has(advantage):
     ]
     rollout = Rollout.of(0, found)
     zeros = torch.zeros(len(rollout.columns["tokens"]))
-    maker(f"advantage={advantage} kl_coefficient=0").finish(rollout, zeros, zeros, zeros)
+    found = ppo_stage(f"advantage={advantage} kl_coefficient=0").maker
+    found.finish(rollout, zeros, zeros, zeros)
     wanted = group_advantages(torch.tensor([1.0, 4, 2]).double(), torch.zeros(3), advantage)
     by_episode = [*wanted.tolist(), 0.0]
     got = rollout.columns["advantages"][rollout.ends - 2]

@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import wait
+from dataclasses import replace
 from functools import partial
 from unittest.mock import Mock
 
@@ -65,19 +66,19 @@ def stage_with(sampler, ahead, monkeypatch):
         "_values",
         lambda _, rollout, *__: torch.arange(1.0, 4).expand(rollout.lengths.sum(), 3),
     )
-    maker = RolloutMaker(
-        engine=None,
-        mesh=ParallelMesh(1),
-        ppo=PpoSection(rollouts_ahead=ahead, **PPO),
-        sampler=sampler,
-        tokens_per_microbatch=64,
-        reward=lambda _, answers, *__: [{"a:b": float(len(answer))} for answer in answers],
-    )
+    ppo = PpoSection(rollouts_ahead=ahead, **PPO)
+    config = Config(stage="ppo", ppo=ppo, run={"steps": STEPS})
+    stage = PpoStage(config, mesh=ParallelMesh(1))
+    parts = Mock(tokens_per_microbatch=64, share_prompts=False, frozen={})
+
+    def reward(_, answers, *__):
+        return [{"a:b": float(len(answer))} for answer in answers]
+
+    maker = RolloutMaker(stage, parts, sampler, reward)
     data = ListDataset("prompt", [(s,) for s in sequences(10, 0)])
     data.row = lambda _: {}
     prompts = StepLoader(data, 4, tokens_per_microbatch=64, seed=3)
-    config = Config(stage="ppo", ppo=maker.ppo, run={"steps": STEPS})
-    return PpoStage(config, maker=maker), prompts
+    return replace(stage, maker=maker), prompts
 
 
 def trained(sampler, ahead, monkeypatch):

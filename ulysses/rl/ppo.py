@@ -226,19 +226,7 @@ class PpoStage(ReferencedStage):
             episodes = EpisodeLoop(ppo, parts, longest)
             parts.resources.callback(episodes.close)
         stage = super().build(parts)
-        maker = RolloutMaker(
-            engine=parts.engine,
-            mesh=parts.mesh,
-            ppo=ppo,
-            sampler=sampler,
-            episodes=episodes,
-            tokens_per_microbatch=parts.tokens_per_microbatch,
-            share_prompts=parts.share_prompts,
-            reference=stage.reference,
-            reward=reward,
-            scorer=parts.frozen.get("reward"),
-            phase=parts.phase,
-        )
+        maker = RolloutMaker(stage, parts, sampler, reward, episodes)
         if ppo.rollouts_ahead:
             parts.resources.callback(sampler.close)
         return replace(stage, maker=maker)
@@ -355,7 +343,7 @@ class PpoStage(ReferencedStage):
             answers: list[list[Trajectory]] = []
             for k in range(loader.steps_per_epoch):
                 prompts = loader.indices(0, k)
-                self.maker.phase("sampling")
+                self.maker.parts.phase("sampling")
                 number = next(numbers)
                 local = self.maker.draw(number, loader.dataset, prompts)
                 made = self.maker.scored(number, loader.dataset, local)

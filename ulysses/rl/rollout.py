@@ -31,18 +31,17 @@ from torch import Tensor
 
 from losses.ppo import MAX_LOG_RATIO, kl_estimate, token_rewards
 from ulysses.config.section import LARGEST
-from ulysses.config.stage_sections import PpoSection
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.parallel.batch import ShardedBatch
-from ulysses.parallel.mesh import ParallelMesh, gather
+from ulysses.parallel.mesh import gather
 from ulysses.rl.advantages import OPPOSED, advantages_of
 from ulysses.rl.rollout_dataset import Rollout
 from ulysses.rl.sampler import AnySampler
 from ulysses.rl.servers import in_thread
 from ulysses.rl.trajectory import Trajectory, episodes_of
+from ulysses.stages.base import RunParts
 from ulysses.stages.passes import token_values
-from ulysses.stages.referenced import REFERENCE_GAP, REFERENCE_LOGPS
-from ulysses.zero.engine import ZeroEngine
+from ulysses.stages.referenced import REFERENCE_GAP, REFERENCE_LOGPS, ReferencedStage
 
 SCORES = "objective/scores"  # the metric that an evaluation is judged by
 
@@ -74,21 +73,16 @@ def answer_metrics(episodes: list[list[Trajectory]]) -> dict[str, Tensor]:
     }
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class RolloutMaker:
     """Make rollouts with the current weights; all ranks call every method together.
 
     Args:
-        engine: trains models.scored.PolicyValue, or CausalLM without a value.
-        ppo: the [ppo] table.
-        episodes: runs episodes of rows (an EpisodeLoop); None if prompts are answered.
+        stage: trains models.scored.PolicyValue, or CausalLM without a value.
+        parts: of the run.
         sampler: decodes this rank's answers with the current weights, in this process or on servers.
-        tokens_per_microbatch: the most tokens of a packed micro-batch.
-        share_prompts: whether answers to one prompt that fit into a micro-batch share it.
-        reference: (batch, temperature) -> the reference's log-probabilities [S]; None without a KL penalty.
         reward: scores answers by functions and servers (ulysses.rl.rewards.Rewards); None if there are none.
-        scorer: a frozen engine around models.scored.RewardModel, which gives one more score; or None.
-        phase: is called with the name of every phase of the work.
+        episodes: runs episodes of rows (an EpisodeLoop); None if prompts are answered.
         show: is called with every finished rollout.
         rollout: the current one, whose steps are being trained.
 
@@ -98,22 +92,19 @@ class RolloutMaker:
         calls: how often a program has sampled after a step (ulysses/run/own_loop.py).
     """
 
-    engine: ZeroEngine
-    mesh: ParallelMesh
-    ppo: PpoSection
+    stage: ReferencedStage
+    parts: RunParts
     sampler: AnySampler
-    tokens_per_microbatch: int
-    share_prompts: bool = False
-    reference: Callable[..., Tensor] | None = None
     reward: Callable[..., list[dict[str, float]]] | None = None
     episodes: Any = None
-    scorer: ZeroEngine | None = None
-    phase: Callable[..., None] = lambda *_, **__: None
     show: Callable[[Rollout], None] = lambda rollout: None
     rollout: Rollout | None = None
     ahead: Future[list[Trajectory]] | None = None
     collected: float | None = None
     calls: Counter[int] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.ppo, self.mesh = self.stage.table, self.stage.mesh
 
     # ---------------------------------------------------------------- answers
 
@@ -134,7 +125,7 @@ class RolloutMaker:
             found = rows.trajectories(indices, self.sampler.options.stop_tokens)
             return self.made_of(number, found)
         began, K = time.perf_counter(), self.ppo.answers_per_prompt
-        self.phase("sampling")
+        self.parts.phase("sampling")
         is_new = self.ahead is None
         if is_new:
             self.synchronise(number)
@@ -198,7 +189,7 @@ class RolloutMaker:
         self, number: int, dataset: TokenizedDataset, local: list[Trajectory]
     ) -> Rollout:
         """Score this rank's answers, and lay out those of all ranks."""
-        self.phase("reward")
+        self.parts.phase("reward")
         # the last branch stands for an episode, whose function may have scored it
         lasts = [last for *_, last in episodes_of(local) if not last.scores]
         if self.reward is not None:
@@ -211,12 +202,12 @@ class RolloutMaker:
             )
             for one, by_reward in zip(lasts, scores, strict=True):
                 one.scores = by_reward
-        self.phase("rollout")
+        self.parts.phase("rollout")
         trajectories = sorted(chain(*gather(local)), key=lambda one: one.episode)
         rollout = self.laid_out(number, trajectories)
-        if self.scorer is not None:
-            with self.scorer.inference():
-                values = self._values(rollout, self.scorer)
+        if scorer := self.parts.frozen.get("reward"):
+            with scorer.inference():
+                values = self._values(rollout, scorer)
             scores_by_model = values[rollout.ends - 1].tolist()
             for one, score in zip(rollout.trajectories, scores_by_model, strict=True):
                 if self.ppo.rollout not in one.scores:
@@ -236,7 +227,7 @@ class RolloutMaker:
 
     def made_of(self, number: int, trajectories: list[Trajectory]) -> Rollout:
         """Make a rollout of trajectories that were drawn and scored elsewhere, all of which every rank has."""
-        self.phase("rollout")
+        self.parts.phase("rollout")
         began, rollout = time.perf_counter(), self.laid_out(number, trajectories)
         self.complete(rollout)
         rollout.metrics["time/rollout"] = time.perf_counter() - began
@@ -246,7 +237,7 @@ class RolloutMaker:
         return Rollout.of(
             number,
             trajectories,
-            tokens_per_microbatch=self.tokens_per_microbatch * self.share_prompts,
+            tokens_per_microbatch=self.parts.tokens_per_microbatch * self.parts.share_prompts,
             by_length=self.ppo.loss_aggregation == "sequence",
             share_drawn=self.ppo.ratio == "token" and not self.ppo.needs_value,
         )
@@ -261,13 +252,12 @@ class RolloutMaker:
     def _policy_and_reference(self, batch: ShardedBatch) -> Tensor:
         """Return the policy's log-probabilities and values and the reference's log-probabilities, [S, 3]."""
         temperature = self.ppo.temperature
-        with self.engine.inference():
-            out = self.engine(batch, temperature=temperature)
+        model, reference = self.stage.model, self.stage.reference
+        with model.inference():
+            out = model(batch, temperature=temperature)
         values = out.values if self.ppo.needs_value else torch.zeros_like(out.logps)
-        reference = out.logps
-        if self.reference is not None:
-            reference = self.reference(batch, temperature=temperature)
-        return torch.stack([out.logps, values, reference], dim=-1)
+        base = reference(batch, temperature=temperature) if reference else out.logps
+        return torch.stack([out.logps, values, base], dim=-1)
 
     def _values(
         self, rollout: Rollout, compute: Callable[[ShardedBatch], Tensor], *columns: int
@@ -279,8 +269,8 @@ class RolloutMaker:
             rollout.sequence_lengths[examples].sum(axis=1).tolist(),
             lambda i: rollout[examples[i]].sequences,
             self.mesh,
-            self.engine.device,
-            self.tokens_per_microbatch,
+            self.stage.model.device,
+            self.parts.tokens_per_microbatch,
             *columns,
         )
 

@@ -42,9 +42,9 @@ def sample(trainer: Trainer, prompts: Sequence[Sequence[int]]) -> list[Completio
     # each call draws with random numbers of its own
     number = (step << 20) + maker.calls[step]
     maker.calls[step] += 1
-    maker.phase("sampling")
-    budget = maker.tokens_per_microbatch
-    found = sample_together(maker.sampler, maker.engine, trainer.mesh, given, number, budget)
+    maker.parts.phase("sampling")
+    budget = maker.parts.tokens_per_microbatch
+    found = sample_together(maker.sampler, trainer.engine, trainer.mesh, given, number, budget)
     trainer.watch.pause()
     return [*found.values()]
 
@@ -83,7 +83,7 @@ def learn(trainer: Trainer, rows: Sequence[Mapping[str, object]]) -> Metrics:
             f"{max(0, left)} steps for the {per_rollout} of a rollout"
         )
     found = trajectories_of(groups.values(), maker.sampler.options.stop_tokens)
-    check_fits(max(len(one.whole) for one in found), maker.tokens_per_microbatch)
+    check_fits(max(len(one.whole) for one in found), maker.parts.tokens_per_microbatch)
     finish_rollout(trainer)
     maker.rollout = maker.made_of(trainer.step // per_rollout, found)
     metrics = take_steps(trainer, per_rollout)
