@@ -117,7 +117,7 @@ def test_the_rows_of_a_group_may_stand_anywhere_and_sources_share_none():
     assert found.sources.tolist() == [0, 0, 1, 0] and found.lengths.tolist() == [16, 8, 8, 8]
     own, shared = found.sizes([0, 1])  # without the token that nobody answers
     assert own.tolist() == [[7], [6], [7]] and shared.tolist() == [[0], [1], [0]]
-    drawn = trajectories_of([found[3], found[0]], ())
+    drawn = found.trajectories([3, 0], ())
     assert [(one.group, one.episode) for one in drawn] == [(0, 0), (1, 1), (1, 2)]
 
 

@@ -33,20 +33,18 @@ class TrajectoryGroups:
     def __len__(self) -> int:
         return len(self.members)
 
-    def __getitem__(self, index: int) -> list[Columns]:
-        """Return the rows of a group."""
-        found = []
-        for example in (self.rows[n] for n in self.members[index].tolist()):
-            row = example.sequences[0]
-            arrays = {"tokens": row.tokens, "weights": row.loss_weights, **row.token_columns}
-            found.append({**arrays, **example.columns})
-        return found
-
     def trajectories(
         self, indices: Iterable[int], stop_tokens: Collection[int]
     ) -> list[Trajectory]:
         """Return the trajectories of these groups."""
-        return trajectories_of((self[i] for i in indices), stop_tokens)
+        groups = ([*map(self._columns, self.members[i].tolist())] for i in indices)
+        return trajectories_of(groups, stop_tokens)
+
+    def _columns(self, row: int) -> Columns:
+        example = self.rows[row]
+        whole = example.sequences[0]
+        arrays = {"tokens": whole.tokens, "weights": whole.loss_weights}
+        return {**arrays, **whole.token_columns, **example.columns}
 
     def sizes(self, indices: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of the rows of these groups, and how many more each has in common with another, [N, 1]."""

@@ -24,29 +24,24 @@ def unread_settings(ppo: PpoSection) -> dict[str, tuple[str, ...]]:
 
     What a loss term reads may stand where its weight is 0, or where there is no value: it is switched on with one word.
     """
-    modes = (
-        (
-            ppo.takes_rows,
-            'ppo.sampler is "rows", which are drawn and scored elsewhere',
-            (
-                *("data.eval", "run.eval_every", "run.patience", "run.samples"),
-                *("ppo.reward", "ppo.rollout", "ppo.sampler_"),
-            ),
-        ),
-        (not ppo.sampler, "ppo.sampler names no servers", ("ppo.sampler_", "ppo.rollouts_")),
-        (
-            ppo.sampler and ppo.sampler_sync != "disk",
-            f'ppo.sampler_sync is "{ppo.sampler_sync}", which needs no disk',
-            ("ppo.sampler_folder", "ppo.sampler_reload"),
-        ),
-        (not ppo.rollout, "there is no ppo.rollout", ("ppo.max_episode_tokens",)),
-        (True, f'ppo.advantage is "{ppo.advantage}"', ADVANTAGES[ppo.advantage]),
-    )
-    return {
-        f"not read, because {mode}; change that, or leave this out": names
-        for is_chosen, mode, names in modes
-        if is_chosen
-    }
+    found: dict[str, tuple[str, ...]] = {}
+
+    def leave_out(mode: str, *names: str) -> None:
+        found[f"not read, because {mode}; change that, or leave this out"] = names
+
+    if ppo.takes_rows:
+        names = "data.eval", "run.eval_every", "run.patience", "run.samples", "ppo.reward"
+        rows = 'ppo.sampler is "rows", which are drawn and scored elsewhere'
+        leave_out(rows, *names, "ppo.rollout", "ppo.sampler_")
+    elif not ppo.sampler:
+        leave_out("ppo.sampler names no servers", "ppo.sampler_", "ppo.rollouts_")
+    elif ppo.sampler_sync != "disk":
+        mode = f'ppo.sampler_sync is "{ppo.sampler_sync}", which needs no disk'
+        leave_out(mode, "ppo.sampler_folder", "ppo.sampler_reload")
+    if not ppo.rollout:
+        leave_out("there is no ppo.rollout", "ppo.max_episode_tokens")
+    leave_out(f'ppo.advantage is "{ppo.advantage}"', *ADVANTAGES[ppo.advantage])
+    return found
 
 
 def check_sampling(config: Config, longest: int) -> Iterator[str]:
