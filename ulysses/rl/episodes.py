@@ -10,6 +10,7 @@ import asyncio
 import math
 import secrets
 from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import closing, suppress
 from copy import deepcopy
 from functools import partial
@@ -27,6 +28,7 @@ from ulysses.rl.sampler import AnySampler, Completion, Request, Requests
 from ulysses.rl.trajectory import Trajectory
 from ulysses.stages.base import RunParts
 
+Task = Future[list[Trajectory]]
 MOMENT = 0.01  # seconds that an idle sampler waits for one more request
 LOOK_SECONDS = 0.2  # between two looks whether an episode takes too long
 STOP_SECONDS = 0.5  # for the episodes that still run when one has failed and the run ends
@@ -61,7 +63,7 @@ class EpisodeLoop(Thread):
         """
         episodes = Episodes(self, rows)
         sampler.serve(episodes, rollout)
-        return [one for number in rows for one in episodes.done[number]]
+        return [one for task in episodes.tasks for one in task.result()]
 
     def run(self) -> None:
         with closing(self.loop):
@@ -93,12 +95,11 @@ class Episodes(Requests):
         rows: the number of the data row, and the row, by the numbers of the episodes in the rollout.
 
     Attributes:
-        done: the trajectories of episodes that have ended.
-        models: of those that have not.
-        tasks: those that run the functions, which nothing else might keep alive.
+        models: of episodes that have not ended.
+        tasks: those that run the functions, and return the trajectories.
         since: when the function of an episode began, or went on after a call; not while it waits for the event loop.
         futures: of the completions that episodes wait for, by the numbers of the episode and the call.
-        queue: requests for the sampler, errors, and None for every episode that has ended.
+        queue: requests for the sampler, and the tasks that have ended.
     """
 
     def __init__(self, thread: EpisodeLoop, rows: Mapping[int, tuple[int, Row]]) -> None:
@@ -118,17 +119,18 @@ class Episodes(Requests):
                 thread.longest,
                 self.ppo.max_new_tokens,
             )
-        self.done: dict[int, list[Trajectory]] = {}
         self.since: dict[int, float] = {}
         self.futures: dict[tuple[int, int], asyncio.Future[Completion]] = {}
-        self.queue = SimpleQueue[Request | UserCodeError | None]()
+        self.queue = SimpleQueue[Request | Task]()
         self.tasks = [
             asyncio.run_coroutine_threadsafe(self.run(number), thread.loop) for number in rows
         ]
+        for task in self.tasks:
+            task.add_done_callback(self.queue.put)
 
     # ---------------------------------------------------------------- in the episodes' thread
 
-    async def run(self, number: int) -> None:
+    async def run(self, number: int) -> list[Trajectory]:
         (index, row), model = self.rows[number], self.models[number]
         score, problem = None, ""
         self.since[number] = monotonic()
@@ -140,16 +142,13 @@ class Episodes(Requests):
             is_end = model.was_refused or _comes_from_the_end(error)
             problem = "" if is_end and model.turns else failure(error)
         if problem := problem or self._fault(score, model):
-            sentence = f"the rollout {self.ppo.rollout} on example {index} {problem}"
-            self.queue.put(UserCodeError(sentence))
-            return
+            raise UserCodeError(f"the rollout {self.ppo.rollout} on example {index} {problem}")
         found = model.trajectories(number, index)
         if score is not None or not self.ppo.reward:
             for one in found:
                 one.scores = {self.ppo.rollout: math.fsum([score or 0])}
         del self.models[number], self.thread.endpoint.models[model.api_key]
-        self.done[number] = found
-        self.queue.put(None)
+        return found
 
     def _fault(self, score: Any, model: Model) -> str:
         """Return the end of a sentence about what is wrong with a function that has returned, or nothing."""
@@ -176,7 +175,7 @@ class Episodes(Requests):
 
     @property
     def is_open(self) -> bool:
-        return len(self.done) < self.count or not self.queue.empty()
+        return not (all(task.done() for task in self.tasks) and self.queue.empty())
 
     def take(self, wait: bool) -> list[Request]:
         """Return the new requests.
@@ -206,9 +205,10 @@ class Episodes(Requests):
                     break
                 self.thread.parts.renew()
                 continue
-            if isinstance(new, UserCodeError):
-                raise new
-            found += [new] if new else []
+            if isinstance(new, Request):
+                found.append(new)
+            else:
+                new.result()  # raises what has gone wrong in it
         return found
 
     def answer(self, request: Request, completion: Completion) -> None:

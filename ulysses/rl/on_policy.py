@@ -22,10 +22,8 @@ from ulysses.parallel.batch import Sequence
 from ulysses.parallel.random_keys import keyed_generator
 from ulysses.rl.sampler import AnySampler
 from ulysses.rl.samplers import (
-    answered,
     build_sampler,
     check_sampling,
-    sample_together,
     unread_settings,
 )
 from ulysses.stages.base import Metrics, PlannedRollout, Requirements, RunParts, StepBatches
@@ -105,16 +103,9 @@ class OnPolicyStage(DistillStage):
         self.sampling = {"on_policy/rows": len(prompts) / len(rows)}
         if prompts:
             self.sampler.synchronise(step)
-            answers = sample_together(
-                self.sampler,
-                self.model,
-                self.mesh,
-                prompts,
-                step,
-                source.tokens_per_microbatch,
-            )
+            answers = self.sampler.sample_together(prompts, step)
             for n, answer in answers.items():
-                rows[n] = [answered(prompts[n], answer)]
+                rows[n] = [answer.after(prompts[n])]
                 lengths[n] = len(rows[n][0].tokens)
             self.sampling |= {
                 "response_length/mean": mean(len(a.tokens) for a in answers.values()),

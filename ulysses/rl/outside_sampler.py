@@ -13,11 +13,14 @@ bit; ppo.importance_cap corrects where their probabilities differ from the train
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+import torch
 
 from ulysses.config.schema import Config
 from ulysses.config.section import UserCodeError
@@ -27,6 +30,7 @@ from ulysses.rl.sampler import AnySampler, Completion, Request, Requests, Sampli
 from ulysses.rl.sampling_server import MORE_ROOM, Server
 from ulysses.rl.servers import Json, LostError, in_thread
 from ulysses.stages.base import RunParts
+from ulysses.stages.passes import token_values
 
 LOOK_SECONDS = 5.0  # between two looks whether the servers still take requests
 POLL_SECONDS = 0.02  # between two looks for new requests
@@ -66,7 +70,7 @@ class OutsideSampler(AnySampler):
     closed: bool = False
 
     def __post_init__(self) -> None:
-        ppo = self.config.ppo
+        ppo, self.mesh = self.config.ppo, self.parts.mesh
         self.servers = [Server(address, ppo.sampler_timeout) for address in ppo.sampler]
         self.float32 = self.config.model.dtype == "float32"
         if ppo.sampler_sync != "disk":
@@ -120,7 +124,7 @@ class OutsideSampler(AnySampler):
             self.push(self.serving)
         elif self.is_current:
             self.parts.export(config.sampler_folder)
-            for server in self.serving if self.parts.mesh.is_main else ():
+            for server in self.serving if self.mesh.is_main else ():
                 server.reload(config.sampler_folder, config.ppo.sampler_reload)
         # no process asks a server before all servers have the new weights, nor one that any process has lost
         for lost, compared in gather((self.lost, self.compared)):
@@ -144,6 +148,7 @@ class OutsideSampler(AnySampler):
 
     @property
     def wants_gap(self) -> bool:
+        """Whether `check_gap` will compare; the same on every rank."""
         return self.is_current and not (self.compared or self.options.top_k)
 
     def check_gap(self, gap: float) -> None:
@@ -202,7 +207,32 @@ class OutsideSampler(AnySampler):
                 # which of its answers come from other weights cannot be told
                 self._check_marks(server, UserCodeError)
 
+    def sample_together(
+        self, prompts: Mapping[int, list[int]], rollout: int
+    ) -> dict[int, Completion]:
+        answers, parts = super().sample_together(prompts, rollout), self.parts
+        rows = {n: answer.after(prompts[n]) for n, answer in answers.items()}
+        budget = parts.tokens_per_microbatch
+        fitting = [n for n, row in rows.items() if len(row.tokens) <= budget]
+        if not (self.wants_gap and fitting):
+            return answers
+        with parts.engine.inference():
+            ours = token_values(
+                lambda batch: parts.engine(batch, temperature=self.options.temperature).logps,
+                [len(rows[n].tokens) for n in fitting],
+                lambda i: [rows[fitting[i]]],
+                self.mesh,
+                parts.engine.device,
+                budget,
+            )
+        # row i predicts token i + 1, and the first token of a prompt is not drawn
+        drawn = np.roll(np.concatenate([rows[n].loss_weights for n in fitting]), -1)
+        theirs = torch.tensor([logp for n in fitting for logp in answers[n].logps])
+        self.check_gap((ours[drawn > 0] - theirs).abs().mean().item())
+        return answers
+
     def close(self) -> None:
+        """Let a call of `serve` in another thread end soon, without asking for more."""
         self.closed = True
 
     def _complete(self, server: Server, request: Request, rollout: int) -> Completion:

@@ -15,10 +15,10 @@ E head dim, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,8 @@ from models.arch import ModelConfig
 from models.kinds import empty_model
 from models.ops.rotary import rotary_tables
 from models.self_attention import SelfAttention
+from ulysses.parallel.batch import Sequence
+from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.parallel.random_keys import STEP, scatter_bits, seed_of, uniform_bits, wrapped
 from ulysses.rl.states import HELD, States
 
@@ -73,6 +75,10 @@ class Completion:
     logps: list[float] = field(default_factory=list)
     ended: bool = False
 
+    def after(self, prompt: list[int]) -> Sequence:
+        """Return a prompt with this answer, which is trained."""
+        return Sequence(prompt + self.tokens, [0.0] * len(prompt) + [1.0] * len(self.tokens))
+
 
 class Request(NamedTuple):
     """A completion of at most `limit` tokens; `call` is its number among those of the episode or answer `number`."""
@@ -96,7 +102,7 @@ class Requests:
         completions: by the numbers of the prompts, in their order.
     """
 
-    def __init__(self, prompts: Mapping[int, Sequence[int] | Tensor], limit: int) -> None:
+    def __init__(self, prompts: Mapping[int, Iterable[int] | Tensor], limit: int) -> None:
         tuples = {n: tuple(torch.as_tensor(p).tolist()) for n, p in prompts.items()}
         self.count = len(tuples)
         self.longest = max(map(len, tuples.values()), default=0) + limit
@@ -121,8 +127,8 @@ class Requests:
 class AnySampler:
     """Who answers requests: this process (engine_sampler.py) or servers (outside_sampler.py)."""
 
+    mesh: ParallelMesh
     options: SamplingOptions
-    wants_gap = False  # whether `check_gap` will compare; the same on every rank
 
     def synchronise(self, rollout: int = 0) -> None:
         """Bring it the current weights, if the rollout asks for it; all ranks call it together."""
@@ -136,8 +142,20 @@ class AnySampler:
         Raises UserCodeError if the same weights cannot explain it.
         """
 
+    def sample_together(
+        self, prompts: Mapping[int, list[int]], rollout: int
+    ) -> dict[int, Completion]:
+        """Answer prompts, each on one rank, and return all completions by the prompts' numbers in the rollout.
+
+        All ranks call it together. Where servers have just had their first weights, their answers are compared with
+        the trainer's log-probabilities.
+        """
+        mine = [*prompts][self.mesh.rank :: self.mesh.world_size]
+        drawn = gather(self.sample({n: prompts[n] for n in mine}, rollout))
+        return dict(sorted(chain(*(each.items() for each in drawn))))
+
     def sample(
-        self, prompts: Mapping[int, Sequence[int] | Tensor], rollout: int = 0
+        self, prompts: Mapping[int, Iterable[int] | Tensor], rollout: int = 0
     ) -> dict[int, Completion]:
         """Return the completion of every prompt, by the prompt's number in the rollout, as `serve` does it."""
         requests = Requests(prompts, self.options.max_new_tokens)
@@ -147,9 +165,6 @@ class AnySampler:
     def serve(self, requests: Requests, rollout: int = 0) -> None:
         """Answer requests until there will be none."""
         raise NotImplementedError
-
-    def close(self) -> None:
-        """Let a call of `sample` in another thread end soon, without asking for more."""
 
 
 class Task(NamedTuple):

@@ -16,7 +16,6 @@ from ulysses.parallel.mesh import gather
 from ulysses.rl.ppo import PpoStage
 from ulysses.rl.rows import trajectories_of, unfit_advantages
 from ulysses.rl.sampler import Completion
-from ulysses.rl.samplers import sample_together
 from ulysses.rl.trajectory import prompt_tokens
 from ulysses.run.trainer import Trainer
 from ulysses.stages.base import Metrics
@@ -43,8 +42,7 @@ def sample(trainer: Trainer, prompts: Sequence[Sequence[int]]) -> list[Completio
     number = (step << 20) + maker.calls[step]
     maker.calls[step] += 1
     maker.parts.phase("sampling")
-    budget = maker.parts.tokens_per_microbatch
-    found = sample_together(maker.sampler, trainer.engine, trainer.mesh, given, number, budget)
+    found = maker.sampler.sample_together(given, number)
     trainer.watch.pause()
     return [*found.values()]
 
