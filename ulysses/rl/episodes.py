@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import closing, suppress
 from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import monotonic
@@ -87,6 +89,22 @@ class EpisodeLoop(Thread):
             self.join(2 * STOP_SECONDS)
 
 
+@dataclass(eq=False)
+class Episode:
+    """An episode that runs.
+
+    index, row: the data row, and its number.
+    since: when its function began, or went on after a call; infinite while it waits for the event loop.
+    futures: of the completions that it waits for, by the numbers of the calls.
+    """
+
+    index: int
+    row: Row
+    model: Model
+    since: float = math.inf
+    futures: dict[int, asyncio.Future[Completion]] = field(default_factory=dict)
+
+
 class Episodes(Requests):
     """The episodes of a rollout, and what they ask the sampler for.
 
@@ -95,21 +113,20 @@ class Episodes(Requests):
         rows: the number of the data row, and the row, by the numbers of the episodes in the rollout.
 
     Attributes:
-        models: of episodes that have not ended.
+        running: the episodes that have not ended.
         tasks: those that run the functions, and return the trajectories.
-        since: when the function of an episode began, or went on after a call; not while it waits for the event loop.
-        futures: of the completions that episodes wait for, by the numbers of the episode and the call.
         queue: requests for the sampler, and the tasks that have ended.
     """
 
     def __init__(self, thread: EpisodeLoop, rows: Mapping[int, tuple[int, Row]]) -> None:
         super().__init__({}, thread.longest)
-        self.thread, self.ppo, self.rows, self.count = thread, thread.ppo, rows, len(rows)
+        self.thread, self.ppo, self.count = thread, thread.ppo, len(rows)
         self.function = load_function(self.ppo.rollout, setting="ppo.rollout")
-        self.models: dict[int, Model] = {}
-        for number in rows:
+        self.queue = SimpleQueue[Request | Task]()
+        self.running: dict[int, Episode] = {}
+        for number, (index, row) in rows.items():
             key = secrets.token_urlsafe()
-            self.models[number] = thread.endpoint.models[key] = Model(
+            model = thread.endpoint.models[key] = Model(
                 partial(self._ask, number),
                 thread.endpoint.url,
                 key,
@@ -119,9 +136,7 @@ class Episodes(Requests):
                 thread.longest,
                 self.ppo.max_new_tokens,
             )
-        self.since: dict[int, float] = {}
-        self.futures: dict[tuple[int, int], asyncio.Future[Completion]] = {}
-        self.queue = SimpleQueue[Request | Task]()
+            self.running[number] = Episode(index, row, model)
         self.tasks = [
             asyncio.run_coroutine_threadsafe(self.run(number), thread.loop) for number in rows
         ]
@@ -131,23 +146,25 @@ class Episodes(Requests):
     # ---------------------------------------------------------------- in the episodes' thread
 
     async def run(self, number: int) -> list[Trajectory]:
-        (index, row), model = self.rows[number], self.models[number]
-        score, problem = None, ""
-        self.since[number] = monotonic()
+        episode = self.running[number]
+        model, score, problem = episode.model, None, ""
+        episode.since = monotonic()
         try:
             # a copy, because the function may change a row, which several episodes share
-            score = await self.function(deepcopy(row), model)
+            score = await self.function(deepcopy(episode.row), model)
         except BaseException as error:
             # no room for another turn is an end like others; what a program makes of that is its own
             is_end = model.was_refused or _comes_from_the_end(error)
             problem = "" if is_end and model.turns else failure(error)
         if problem := problem or self._fault(score, model):
-            raise UserCodeError(f"the rollout {self.ppo.rollout} on example {index} {problem}")
-        found = model.trajectories(number, index)
+            raise UserCodeError(
+                f"the rollout {self.ppo.rollout} on example {episode.index} {problem}"
+            )
+        found = model.trajectories(number, episode.index)
         if score is not None or not self.ppo.reward:
             for one in found:
                 one.scores = {self.ppo.rollout: math.fsum([score or 0])}
-        del self.models[number], self.thread.endpoint.models[model.api_key]
+        del self.running[number], self.thread.endpoint.models[model.api_key]
         return found
 
     def _fault(self, score: Any, model: Model) -> str:
@@ -163,13 +180,14 @@ class Episodes(Requests):
         return f"{given}, or set ppo.reward and return None"
 
     async def _ask(self, number: int, call: int, prompt: list[int], limit: int) -> Completion:
-        future = self.futures[number, call] = self.thread.loop.create_future()
+        episode = self.running[number]
+        future = episode.futures[call] = self.thread.loop.create_future()
         self.queue.put(Request(number, tuple(prompt), limit, call))
         try:
             return await future
         finally:
-            self.since[number] = monotonic()
-            self.futures.pop((number, call), None)
+            episode.since = monotonic()
+            episode.futures.pop(call, None)
 
     # ---------------------------------------------------------------- in the sampler's threads
 
@@ -186,16 +204,13 @@ class Episodes(Requests):
         while self.is_open:
             if not self.thread.is_alive():
                 raise InterruptedError("the run has ended")
-            waiting = {number for number, _ in tuple(self.futures)}
-            at_work = {
-                n: self.since.get(n, math.inf) for n in tuple(self.models) if n not in waiting
-            }
+            at_work = [one for one in tuple(self.running.values()) if not one.futures]
             if wait and found and not at_work and self.queue.empty():
                 break
-            number = min(at_work, key=at_work.__getitem__, default=-1)
-            if monotonic() - at_work.get(number, math.inf) > self.ppo.reward_timeout:
+            slowest = min(at_work, key=attrgetter("since"), default=None)
+            if slowest and monotonic() - slowest.since > self.ppo.reward_timeout:
                 raise UserCodeError(
-                    f"the rollout {self.ppo.rollout} on example {self.rows[number][0]} took longer than "
+                    f"the rollout {self.ppo.rollout} on example {slowest.index} took longer than "
                     f"ppo.reward_timeout, {self.ppo.reward_timeout:g} s, beside its calls of the model"
                 )
             try:
@@ -212,10 +227,10 @@ class Episodes(Requests):
         return found
 
     def answer(self, request: Request, completion: Completion) -> None:
-        key = request.number, request.call
-        if key in self.futures:
-            self.since.pop(request.number, None)
-        future = self.futures.pop(key, None)
+        episode = self.running.get(request.number)
+        if episode and request.call in episode.futures:
+            episode.since = math.inf
+        future = episode and episode.futures.pop(request.call, None)
 
         def deliver() -> None:
             if future and not future.done():  # the function may not wait any longer
