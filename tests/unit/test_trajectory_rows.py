@@ -13,7 +13,7 @@ from ulysses.data import BadRowError
 from ulysses.data.read.sources import RawRow
 from ulysses.data.read.trajectories import read_trajectory
 from ulysses.parallel.batch import Sequence
-from ulysses.rl.rows import TrajectoryGroups, trajectories_of, unfit_advantages
+from ulysses.rl.rows import TrajectoryGroups, trajectories_of, unfit_rows
 
 # two turns with a result of a tool between them, and a turn that nobody answers
 ROW = {
@@ -145,5 +145,5 @@ FITTING = """
 def test_given_advantages_fit_settings_that_compute_none(case, fits):
     count, *settings = case.split()
     given = np.arange(2) < int(count)
-    fault = unfit_advantages(given, PpoSection(**dict(s.split("=") for s in settings)))
+    fault = unfit_rows(1, given, PpoSection(**dict(s.split("=") for s in settings)))
     assert fault.startswith(f"{count} of 2 rows have advantages") == (fits == "no")

@@ -151,18 +151,11 @@ class PpoStage(ReferencedStage):
 
     def check_data(self, train: TokenizedDataset) -> Iterator[str]:
         if self.table.takes_rows:
-            from ulysses.rl.rows import unfit_advantages
+            from ulysses.rl.rows import unfit_rows
 
-            given, advantage = train.columns["given"], self.table.advantage
-            yield from filter(None, [unfit_advantages(given, self.table)])
-            groups = len({*train.columns["prompt_id"].tolist()})
             # a program's own loop may name a single row, for the plan alone
-            is_alone = groups == len(given) > 1 and not given.any()
-            if ADVANTAGES[advantage].needs_group and is_alone:
-                yield (
-                    f'ppo.advantage = "{advantage}" compares the rows of a group but every group has one row; give one '
-                    "group to the rows that answer the same"
-                )
+            groups = len({*train.columns["prompt_id"].tolist()}) if len(train) > 1 else 0
+            yield from filter(None, [unfit_rows(groups, train.columns["given"], self.table)])
 
     @property
     def grouped(self) -> Callable | None:

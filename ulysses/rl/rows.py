@@ -8,6 +8,7 @@ import numpy as np
 
 from ulysses.config.stage_sections import PpoSection
 from ulysses.data.serve.dataset import TokenizedDataset
+from ulysses.rl.advantages import ADVANTAGES
 from ulysses.rl.rollout_dataset import Rollout
 from ulysses.rl.trajectory import Trajectory
 
@@ -86,8 +87,14 @@ def trajectories_of(
     return found
 
 
-def unfit_advantages(given: np.ndarray, ppo: PpoSection) -> str:
-    """Return why rows, of which these have advantages, cannot be trained on, or nothing."""
+def unfit_rows(groups: int, given: np.ndarray, ppo: PpoSection) -> str:
+    """Return why rows of so many groups, of which these have advantages, cannot be trained on, or nothing."""
+    compares = ADVANTAGES[ppo.advantage].needs_group and not given.any()
+    if compares and 0 < groups == len(given):
+        return (
+            f'ppo.advantage = "{ppo.advantage}" compares the rows of a group but every group has one row; give one '
+            "group to the rows that answer the same"
+        )
     in_reward = ppo.kl_coefficient and ppo.kl_in == "reward"
     if not given.any() or (given.all() and ppo.advantage != "gae" and not in_reward):
         return ""

@@ -14,7 +14,7 @@ from ulysses.data.read.trajectories import read_trajectory
 from ulysses.data.serve.steps import check_fits
 from ulysses.parallel.mesh import gather
 from ulysses.rl.ppo import PpoStage
-from ulysses.rl.rows import trajectories_of, unfit_advantages
+from ulysses.rl.rows import trajectories_of, unfit_rows
 from ulysses.rl.sampler import Completion
 from ulysses.rl.samplers import sample_together
 from ulysses.rl.trajectory import prompt_tokens
@@ -75,7 +75,7 @@ def learn(trainer: Trainer, rows: Sequence[Mapping[str, object]]) -> Metrics:
             raise ValueError(f"trajectory {n} {error}") from None
         groups[columns["_prompt"]].append(columns)
         given.append(columns["given"])
-    if fault := unfit_advantages(np.array(given), stage.table):
+    if fault := unfit_rows(len(groups), np.array(given), stage.table):
         raise ValueError(fault)
     if trainer.finished and trainer.step < trainer.total_steps:
         raise ValueError(
