@@ -144,6 +144,11 @@ class PpoStage(ReferencedStage):
             )
         if ppo.kl_coefficient:
             yield from super().check()
+            if (ppo.kl_in, ppo.kl_estimator) == ("loss", "k1"):
+                yield (
+                    'ppo.kl_in is "loss" but the gradient of ppo.kl_estimator = "k1" in a loss is zero on average; set '
+                    'it to "k3", or kl_in to "reward"'
+                )
 
     @property
     def trained_type(self) -> str:
