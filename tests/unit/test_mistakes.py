@@ -232,7 +232,9 @@ PPO --ppo.sampler rows --data.eval [] --run.eval_every 0 \
 => ppo.reward: not read, because ppo.sampler is "rows", which are drawn and scored elsewhere; change that, or leave this
 PPO --ppo.sampler rows --ppo.reward {} --data.eval [] --run.samples 4 --run.eval_every 2 --run.patience 1 \
     --ppo.rollouts_ahead 1 --ppo.importance_cap 2 --ppo.sampler_timeout 9 --ppo.reward_workers 2 \
-=> ppo.reward_workers, ppo.rollouts_ahead, ppo.sampler_timeout, run.eval_every, run.patience, run.samples: not read
+    --data.truncation drop \
+=> data.truncation, ppo.reward_workers, ppo.rollouts_ahead, ppo.sampler_timeout, run.eval_every, run.patience, \
+run.samples: not read
 PPO --ppo.sampler rows --ppo.reward {} --data.eval [] --run.eval_every 0 --run.samples 4 \
 => run.samples: not read, because ppo.sampler is "rows"
 PPO --ppo.sampler ["rows","vllm+http://h:1"] --ppo.reward {} --data.eval [] --run.eval_every 0 \

@@ -31,7 +31,13 @@ def unread_settings(ppo: PpoSection) -> dict[str, tuple[str, ...]]:
             ppo.takes_rows,
             'ppo.sampler is "rows", which are drawn and scored elsewhere',
             (
-                *("data.eval", "run.eval_every", "run.patience", "run.samples"),
+                *(
+                    "data.eval",
+                    "data.truncation",
+                    "run.eval_every",
+                    "run.patience",
+                    "run.samples",
+                ),
                 *("ppo.reward", "ppo.rollout", "ppo.sampler_"),
             ),
         ),
