@@ -25,9 +25,10 @@ from ulysses.stages.base import Metrics
 def sample(trainer: Trainer, prompts: Sequence[Sequence[int]]) -> list[Completion]:
     """Return an answer to every prompt (token ids), drawn as the [ppo] table says.
 
-    Raises ValueError for a prompt without tokens, or with one that the model does not know.
+    Raises ValueError for a prompt without tokens, with one that the model does not know, or without room for an answer.
     """
-    maker, mesh = ppo_stage(trainer).maker, trainer.mesh
+    stage, mesh = ppo_stage(trainer), trainer.mesh
+    maker, longest = stage.maker, stage.requirements.longest_example
     vocabulary = trainer.engine.module.config.vocab_size
     given = {
         n: prompt_tokens(prompt, vocabulary, f"prompt {n}")
@@ -35,6 +36,11 @@ def sample(trainer: Trainer, prompts: Sequence[Sequence[int]]) -> list[Completio
     }
     if not given:
         return []
+    if (most := max(map(len, given.values())) + stage.table.max_new_tokens) > longest:
+        raise ValueError(
+            f"a prompt and its answer may have {most} tokens, but {longest} are planned for; raise data.max_length, or "
+            "lower ppo.max_new_tokens"
+        )
     finish_rollout(trainer)
     step, (after, calls) = trainer.step, maker.asked
     if after != step:  # so that servers have earlier weights
