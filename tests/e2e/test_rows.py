@@ -167,6 +167,8 @@ def what_is_refused(run, rows):
         (run.sample, [[5, 1 << 20]], "prompt 0 should have tokens, and they are from 0 to"),
         (run.sample, [[5], [5.5]], "prompt 1 should have tokens"),
         (run.sample, [5], "prompt 0 should have tokens"),
+        (run.sample, [[5] * 8192], "may have 8201 tokens, but 8192 are planned for"),
+        (run.learn, [rows[0]], "but every group has one row"),
         (run.learn, rows[:3], "1 groups for 2 minibatches, and run.steps leaves 4 steps"),
         (run.learn, [rows[0] | longer, *rows], f"has {most} tokens but batch.tokens_per_micro"),
     ):

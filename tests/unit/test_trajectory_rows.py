@@ -1,6 +1,7 @@
 """Rows of trajectories: what they become, how they are grouped, and which are refused."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ from ulysses.data import BadRowError
 from ulysses.data.read.sources import RawRow
 from ulysses.data.read.trajectories import read_trajectory
 from ulysses.parallel.batch import Sequence
-from ulysses.rl.rows import TrajectoryGroups, trajectories_of, unfit_advantages
+from ulysses.rl.rows import TrajectoryGroups, trajectories_of, unfit_rows
 
 # two turns with a result of a tool between them, and a turn that nobody answers
 ROW = {
@@ -48,6 +49,9 @@ def test_keys_may_have_other_names():
     theirs = {name.upper(): value for name, value in ROW.items()}
     found = read(theirs, {name: name.upper() for name in ROW})
     assert found.keys() == read(ROW).keys() and found["reward"] == 1.5
+    assert read({**ROW, "info": {"score": 2.5}}, {"reward": "info.score"})["reward"] == 2.5
+    with pytest.raises(BadRowError, match="has no column 'loss_mask', which columns names"):
+        read(ROW, {"mask": "loss_mask"})
 
 
 # what is changed in the row, and what is said of it
@@ -81,6 +85,11 @@ def test_a_row_that_cannot_be_trained_on_is_refused(change, sentence):
     with pytest.raises(BadRowError, match=f"^{sentence}") as caught:
         read(text.encode())
     assert "\n" not in str(caught.value)
+
+
+def test_a_number_of_a_program_that_is_none_is_called_so():
+    with pytest.raises(BadRowError, match="reward: Input should be a finite number"):
+        read_trajectory(RawRow(0, "", {**ROW, "reward": math.nan}), {}, 10, 8)
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", "7", '"a"', "null"])
@@ -136,5 +145,5 @@ FITTING = """
 def test_given_advantages_fit_settings_that_compute_none(case, fits):
     count, *settings = case.split()
     given = np.arange(2) < int(count)
-    fault = unfit_advantages(given, PpoSection(**dict(s.split("=") for s in settings)))
+    fault = unfit_rows(1, given, PpoSection(**dict(s.split("=") for s in settings)))
     assert fault.startswith(f"{count} of 2 rows have advantages") == (fits == "no")

@@ -146,6 +146,11 @@ class PpoStage(ReferencedStage):
             )
         if ppo.kl_coefficient:
             yield from super().check()
+            if (ppo.kl_in, ppo.kl_estimator) == ("loss", "k1"):
+                yield (
+                    'ppo.kl_in is "loss" but the gradient of ppo.kl_estimator = "k1" in a loss is zero on average; set '
+                    'it to "k3", or kl_in to "reward"'
+                )
 
     @property
     def trained_type(self) -> str:
@@ -153,18 +158,11 @@ class PpoStage(ReferencedStage):
 
     def check_data(self, train: TokenizedDataset) -> Iterator[str]:
         if self.table.takes_rows:
-            from ulysses.rl.rows import unfit_advantages
+            from ulysses.rl.rows import unfit_rows
 
-            given = train.columns["given"]
-            yield from filter(None, [unfit_advantages(given, self.table)])
-            groups = len({*train.columns["prompt_id"].tolist()})
             # a program's own loop may name a single row, for the plan alone
-            is_alone = groups == len(given) > 1 and not given.any()
-            if self.table.compares_answers and is_alone:
-                yield (
-                    f'ppo.advantage = "{self.table.advantage}" compares the rows of a group but every group has one '
-                    "row; give one group to the rows that answer the same"
-                )
+            groups = len({*train.columns["prompt_id"].tolist()}) if len(train) > 1 else 0
+            yield from filter(None, [unfit_rows(groups, train.columns["given"], self.table)])
 
     @property
     def grouped(self) -> Callable | None:

@@ -84,10 +84,16 @@ def trajectories_of(
     return found
 
 
-def unfit_advantages(given: np.ndarray, ppo: PpoSection) -> str:
-    """Return why rows, of which these have advantages, cannot be trained on, or nothing."""
+def unfit_rows(groups: int, given: np.ndarray, ppo: PpoSection) -> str:
+    """Return why rows of so many groups, of which these have advantages, cannot be trained on, or nothing."""
+    compares = ppo.compares_answers and not given.any()
+    if compares and 0 < groups == len(given):
+        return (
+            f'ppo.advantage = "{ppo.advantage}" compares the rows of a group but every group has one row; give one '
+            "group to the rows that answer the same"
+        )
     in_reward = ppo.kl_coefficient and ppo.kl_in == "reward"
-    if not given.any() or (given.all() and ppo.advantage != "gae" and not in_reward):
+    if not given.any() or (given.all() and not ppo.needs_value and not in_reward):
         return ""
     return (
         f"{int(given.sum())} of {len(given)} rows have advantages, which train no value and contain no KL; give all "

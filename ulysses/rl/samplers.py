@@ -24,9 +24,9 @@ def unread_settings(ppo: PpoSection) -> dict[str, tuple[str, ...]]:
         found[f"not read, because {mode}; change that, or leave this out"] = names
 
     if ppo.takes_rows:
-        names = "data.eval", "run.eval_every", "run.patience", "run.samples", "ppo.reward"
+        names = "data.eval", "data.truncation", "run.eval_every", "run.patience", "run.samples"
         rows = 'ppo.sampler is "rows", which are drawn and scored elsewhere'
-        leave_out(rows, *names, "ppo.rollout", "ppo.sampler_")
+        leave_out(rows, *names, "ppo.reward", "ppo.rollout", "ppo.sampler_")
     elif not ppo.sampler:
         leave_out("ppo.sampler names no servers", "ppo.sampler_", "ppo.rollouts_")
     elif ppo.sampler_sync != "disk":

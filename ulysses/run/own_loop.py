@@ -14,7 +14,7 @@ from ulysses.data.read.trajectories import read_trajectory
 from ulysses.data.serve.steps import check_fits
 from ulysses.parallel.mesh import gather
 from ulysses.rl.ppo import PpoStage
-from ulysses.rl.rows import trajectories_of, unfit_advantages
+from ulysses.rl.rows import trajectories_of, unfit_rows
 from ulysses.rl.sampler import Completion
 from ulysses.rl.trajectory import prompt_tokens
 from ulysses.run.trainer import Trainer
@@ -24,9 +24,10 @@ from ulysses.stages.base import Metrics
 def sample(trainer: Trainer, prompts: Sequence[Sequence[int]]) -> list[Completion]:
     """Return an answer to every prompt (token ids), drawn as the [ppo] table says.
 
-    Raises ValueError for a prompt without tokens, or with one that the model does not know.
+    Raises ValueError for a prompt without tokens, with one that the model does not know, or without room for an answer.
     """
-    maker = ppo_stage(trainer).maker
+    stage = ppo_stage(trainer)
+    maker, longest = stage.maker, stage.requirements.longest_example
     vocabulary = trainer.engine.module.config.vocab_size
     given = {
         n: prompt_tokens(prompt, vocabulary, f"prompt {n}")
@@ -34,6 +35,11 @@ def sample(trainer: Trainer, prompts: Sequence[Sequence[int]]) -> list[Completio
     }
     if not given:
         return []
+    if (most := max(map(len, given.values())) + stage.table.max_new_tokens) > longest:
+        raise ValueError(
+            f"a prompt and its answer may have {most} tokens, but {longest} are planned for; raise data.max_length, or "
+            "lower ppo.max_new_tokens"
+        )
     finish_rollout(trainer)
     step = trainer.step
     if not maker.calls[step]:  # servers have earlier weights
@@ -67,7 +73,7 @@ def learn(trainer: Trainer, rows: Sequence[Mapping[str, object]]) -> Metrics:
             raise ValueError(f"trajectory {n} {error}") from None
         groups[columns["_prompt"]].append(columns)
         given.append(columns["given"])
-    if fault := unfit_advantages(np.array(given), stage.table):
+    if fault := unfit_rows(len(groups), np.array(given), stage.table):
         raise ValueError(fault)
     if trainer.finished and trainer.step < trainer.total_steps:
         raise ValueError(
