@@ -55,12 +55,11 @@ class PromptDataset(ListDataset):
         return {"shift": 0.01 * index}
 
 
-def reward(prompts, answers, rows, indices):
+def reward(answers, row_of):
     """How many tokens are even, within -2 to 2, shifted by the example."""
-    return [
-        {"a:b": 4 * sum(v % 2 == 0 for v in answer) / len(answer) - 2 + row["shift"]}
-        for answer, row in zip(answers, rows)
-    ]
+    for one in answers:
+        even = sum(v % 2 == 0 for v in one.tokens) / len(one.tokens)
+        one.scores = {"a:b": 4 * even - 2 + row_of(one.row)["shift"]}
 
 
 def prompts():

@@ -328,9 +328,10 @@ HALF, ALL, ANY, FAILS, *SPOILING = (
 
 def called(rows, *names, workers=0, timeout=PATIENCE):
     """What rewards give the prompt "a" with the answer "bc" for every row; the first example is number 4."""
-    count = len(rows)
+    answers = [Trajectory([97], [98, 99], [], [], True, row=4 + n) for n in range(len(rows))]
     with closing(Rewards(names, Letters(), workers, timeout)) as rewards:
-        return rewards([[97]] * count, [[98, 99]] * count, rows, [*range(4, 4 + count)])
+        rewards(answers, lambda number: rows[number - 4])
+    return [one.scores for one in answers]
 
 
 def scores(name, *scales, sleep=0, **options):

@@ -71,8 +71,9 @@ def stage_with(sampler, ahead, monkeypatch):
     stage = PpoStage(config, mesh=ParallelMesh(1))
     parts = Mock(tokens_per_microbatch=64, share_prompts=False, frozen={})
 
-    def reward(_, answers, *__):
-        return [{"a:b": float(len(answer))} for answer in answers]
+    def reward(answers, row_of):
+        for one in answers:
+            one.scores = {"a:b": float(len(one.tokens))}
 
     maker = RolloutMaker(stage, parts, sampler, reward)
     data = ListDataset("prompt", [(s,) for s in sequences(10, 0)])

@@ -95,7 +95,7 @@ class RolloutMaker:
     stage: ReferencedStage
     parts: RunParts
     sampler: AnySampler
-    reward: Callable[..., list[dict[str, float]]] | None = None
+    reward: Callable[..., None] | None = None
     episodes: Any = None
     show: Callable[[Rollout], None] = lambda rollout: None
     rollout: Rollout | None = None
@@ -169,7 +169,7 @@ class RolloutMaker:
             drawn = self.episodes.draw(given, self.sampler, number)
             return [replace(one, group=one.episode // each) for one in drawn]
         prompts = {row: dataset[row].sequences[0].tokens.tolist() for row in {*rows.values()}}
-        to_answer = {n: torch.tensor(prompts[row]) for n, row in rows.items()}
+        to_answer = {n: prompts[row] for n, row in rows.items()}
         completions = self.sampler.sample(to_answer, number)
         return [
             Trajectory(
@@ -193,15 +193,7 @@ class RolloutMaker:
         # the last branch stands for an episode, whose function may have scored it
         lasts = [last for *_, last in episodes_of(local) if not last.scores]
         if self.reward is not None:
-            rows = [one.row for one in lasts]
-            scores = self.reward(
-                [one.prompt for one in lasts],
-                [one.tokens for one in lasts],
-                [dataset.row(row) for row in rows],
-                rows,
-            )
-            for one, by_reward in zip(lasts, scores, strict=True):
-                one.scores = by_reward
+            self.reward(lasts, dataset.row)
         self.parts.phase("rollout")
         trajectories = sorted(chain(*gather(local)), key=lambda one: one.episode)
         rollout = self.laid_out(number, trajectories)

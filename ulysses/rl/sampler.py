@@ -102,8 +102,8 @@ class Requests:
         completions: by the numbers of the prompts, in their order.
     """
 
-    def __init__(self, prompts: Mapping[int, Iterable[int] | Tensor], limit: int) -> None:
-        tuples = {n: tuple(torch.as_tensor(p).tolist()) for n, p in prompts.items()}
+    def __init__(self, prompts: Mapping[int, Iterable[int]], limit: int) -> None:
+        tuples = {n: tuple(map(int, prompt)) for n, prompt in prompts.items()}
         self.count = len(tuples)
         self.longest = max(map(len, tuples.values()), default=0) + limit
         self.completions = {n: Completion() for n in tuples}
@@ -155,7 +155,7 @@ class AnySampler:
         return dict(sorted(chain(*(each.items() for each in drawn))))
 
     def sample(
-        self, prompts: Mapping[int, Iterable[int] | Tensor], rollout: int = 0
+        self, prompts: Mapping[int, Iterable[int]], rollout: int = 0
     ) -> dict[int, Completion]:
         """Return the completion of every prompt, by the prompt's number in the rollout, as `serve` does it."""
         requests = Requests(prompts, self.options.max_new_tokens)
