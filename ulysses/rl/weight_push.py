@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -50,9 +51,9 @@ class WeightPush:
         self.version = ""
         self.groups: dict[Server, tuple[str, Any]] = {}
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
-        """Where tensors are when they are sent."""
+        """Where tensors are when they are sent; a thread of its own would name the first GPU."""
         if self.backend == "gloo":
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
