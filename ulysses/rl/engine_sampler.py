@@ -9,8 +9,8 @@ from models.writing import whole_weights
 from ulysses.config.schema import ModelSection
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.progress import progress
+from ulysses.rl.any_sampler import AnySampler
 from ulysses.rl.sampler import (
-    AnySampler,
     Requests,
     Sampler,
     SamplingOptions,

@@ -26,7 +26,7 @@ from losses.ppo import kl_estimate, ppo_policy_loss, ppo_value_loss
 from ulysses.config.stage_sections import PpoSection, is_function
 from ulysses.data.serve.dataset import Example, TokenizedDataset
 from ulysses.data.serve.steps import StepLoader, shuffled
-from ulysses.parallel.batch import ShardedBatch
+from ulysses.parallel.batch import ShardedBatch, pack_shard
 from ulysses.parallel.sums import segment_sums
 from ulysses.rl.advantages import OPPOSED
 from ulysses.rl.rewards import Rewards
@@ -42,6 +42,7 @@ from ulysses.stages.base import (
     PlannedRollout,
     Requirements,
     RunParts,
+    StepBatches,
     Term,
 )
 from ulysses.stages.referenced import REFERENCE_LOGPS, ReferencedStage
@@ -233,6 +234,13 @@ class PpoStage(ReferencedStage):
         self.maker.show = show
 
     # ---------------------------------------------------------------- what the loop reads
+
+    def read(self, source: StepLoader, step: int) -> StepBatches:
+        trained = []
+        for examples in self.micro_batches(source, step):
+            packed = [sequence for example in examples for sequence in example.sequences]
+            trained.append(pack_shard(packed, self.mesh, self.model.device))
+        return StepBatches(trained)
 
     def micro_batches(self, source: StepLoader, step: int) -> list[list[Example]]:
         """Return the examples of a step's micro-batches; its rollout is made first, unless it is the current one."""

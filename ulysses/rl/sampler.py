@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, count
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,6 @@ from models.kinds import empty_model
 from models.ops.rotary import rotary_tables
 from models.self_attention import SelfAttention
 from ulysses.parallel.batch import Sequence
-from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.parallel.random_keys import STEP, scatter_bits, seed_of, uniform_bits, wrapped
 from ulysses.rl.states import HELD, States
 
@@ -122,49 +121,6 @@ class Requests:
     def answer(self, request: Request, completion: Completion) -> None:
         """Hand over a completion, in any thread."""
         self.completions[request.number] = completion
-
-
-class AnySampler:
-    """Who answers requests: this process (engine_sampler.py) or servers (outside_sampler.py)."""
-
-    mesh: ParallelMesh
-    options: SamplingOptions
-
-    def synchronise(self, rollout: int = 0) -> None:
-        """Bring it the current weights, if the rollout asks for it; all ranks call it together."""
-
-    def check_gap(self, gap: float) -> None:
-        """Compare the log-probabilities of the first rollout, or the first one with a server that came back.
-
-        Args:
-            gap: mean |trainer - sampler| per token.
-
-        Raises UserCodeError if the same weights cannot explain it.
-        """
-
-    def sample_together(
-        self, prompts: Mapping[int, list[int]], rollout: int
-    ) -> dict[int, Completion]:
-        """Answer prompts, each on one rank, and return all completions by the prompts' numbers in the rollout.
-
-        All ranks call it together. Where servers have just had their first weights, their answers are compared with
-        the trainer's log-probabilities.
-        """
-        mine = [*prompts][self.mesh.rank :: self.mesh.world_size]
-        drawn = gather(self.sample({n: prompts[n] for n in mine}, rollout))
-        return dict(sorted(chain(*(each.items() for each in drawn))))
-
-    def sample(
-        self, prompts: Mapping[int, Iterable[int]], rollout: int = 0
-    ) -> dict[int, Completion]:
-        """Return the completion of every prompt, by the prompt's number in the rollout, as `serve` does it."""
-        requests = Requests(prompts, self.options.max_new_tokens)
-        self.serve(requests, rollout)
-        return requests.completions
-
-    def serve(self, requests: Requests, rollout: int = 0) -> None:
-        """Answer requests until there will be none."""
-        raise NotImplementedError
 
 
 class Task(NamedTuple):

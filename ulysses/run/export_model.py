@@ -136,25 +136,17 @@ def served_weights(
     All ranks iterate together, and the first one gets the weights. Tensors that are only copied from the base are not
     among them.
     """
-    if parts := _on_first_rank(read, config):
-        merged = whole_weights(shape, *parts, config.model)
-        yield from stored_weights(shape, starmap(Rounding(config.model.dtype, shape), merged))
-
-
-def _on_first_rank(
-    read: Read, config: Config, *, whole: bool = True
-) -> tuple[Iterable[tuple[str, Tensor]], dict[str, Tensor]] | None:
-    """Return the weights, if they are wanted whole, and the adapters; None on a rank that only helps to gather them."""
     lora, adapters = config.model.lora, {}
-    weights = read(lambda name: whole and ".lora_" not in name)
+    weights = read(lambda name: ".lora_" not in name)
     if lora.rank:
         from models.lora import is_adapter
 
         adapters = dict(read(partial(is_adapter, whole=lora.train)))
     if dist.is_initialized() and dist.get_rank():
-        deque(weights, maxlen=0)
-        return None
-    return weights, adapters
+        deque(weights, maxlen=0)  # this rank only takes part in gathering them
+        return
+    merged = whole_weights(shape, weights, adapters, config.model)
+    yield from stored_weights(shape, starmap(Rounding(config.model.dtype, shape), merged))
 
 
 def export_model(
@@ -180,9 +172,14 @@ def export_model(
     """
     source, lora = config.model, config.model.lora
     whole = for_servers or lora.merge or not lora.rank
-    if (parts := _on_first_rank(read, config, whole=whole)) is None:
+    weights, adapters = read(lambda name: whole and ".lora_" not in name), {}
+    if lora.rank:
+        from models.lora import is_adapter, save_adapters
+
+        adapters = dict(read(partial(is_adapter, whole=lora.train)))
+    if dist.is_initialized() and dist.get_rank():
+        deque(weights, maxlen=0)  # this rank only takes part in gathering them
         return ""
-    weights, adapters = parts
     rounding = Rounding(dtype or config.export_dtype, shape)
     auto = "SequenceClassification" if reward else "CausalLM"
     card, base_files, carried = model_card(config, step), None, {}
@@ -212,8 +209,6 @@ model = AutoPeftModelFor{auto}.from_pretrained("."{", num_labels=1" * reward})
             stored = stored_weights(shape, starmap(rounding, merged), reward=reward)
             write_weights(new, stored, shard, carried=carried)
         else:
-            from models.lora import save_adapters
-
             is_text = not shape.around or adapted.endswith("ForCausalLM")
             adapters = {
                 name if is_text else multimodal_name(name): x.to(rounding.dtype)

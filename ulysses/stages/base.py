@@ -302,15 +302,11 @@ class Stage:
     def read(self, source: StepLoader, step: int) -> StepBatches:
         """Return what a step reads on this rank."""
         trained = []
-        for examples in self.micro_batches(source, step):
+        for examples in source.step(*divmod(step, source.steps_per_epoch)):
             # the sequences of an example lie one after the other
             packed = [sequence for example in examples for sequence in self.sequences(example)]
             trained.append(pack_shard(packed, self.mesh, self.model.device))
         return StepBatches(trained)
-
-    def micro_batches(self, source: StepLoader, step: int) -> list[list[Example]]:
-        """Return the examples of a step's micro-batches on this rank."""
-        return source.step(*divmod(step, source.steps_per_epoch))
 
     def trained_examples(self, source: StepLoader, step: int) -> str:
         """Return in words which examples a step trains, for the error of a step that is not finite."""
