@@ -255,6 +255,14 @@ def test_only_its_own_time_counts_against_an_episode(tokenizer):
     found, _ = run(tokenizer, blocks, "a", rows=[{"sleep": 0.1}] * 15, reward_timeout=1)
     assert len(found) == 15
 
+    async def in_threads(row, model):
+        await model.complete([5])
+        await asyncio.to_thread(time.sleep, 0.5)
+        return 1.0
+
+    found, _ = run(tokenizer, in_threads, "a", rows=[{}] * 150, reward_timeout=2)
+    assert len(found) == 150
+
 
 def test_an_episode_does_not_hold_up_the_end_of_the_run(tokenizer, monkeypatch):
     async def clings(row, model):

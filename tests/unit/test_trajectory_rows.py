@@ -138,6 +138,7 @@ FITTING = """
 1 advantage=group kl_in=loss => no
 2 advantage=gae kl_coefficient=0 => no
 2 advantage=group => no
+2 advantage=group kl_coefficient=0 missing_eos_penalty=1 => no
 """
 
 

@@ -10,7 +10,7 @@ import asyncio
 import math
 import secrets
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -34,6 +34,7 @@ from ulysses.stages.base import RunParts
 Task = Future[list[Trajectory]]
 MOMENT = 0.01  # seconds that an idle sampler waits for one more request
 LOOK_SECONDS = 0.2  # between two looks whether an episode takes too long
+THREADS = 1024  # the most that asyncio.to_thread starts, when all others are busy
 STOP_SECONDS = 0.5  # for the episodes that still run when one has failed and the run ends
 
 
@@ -51,6 +52,8 @@ class EpisodeLoop(Thread):
         super().__init__(daemon=True, name="episodes")
         self.ppo, self.parts, self.longest = ppo, parts, longest
         self.loop = asyncio.new_event_loop()
+        # by default as many as there are cores: the others' waiting would count against ppo.reward_timeout
+        self.loop.set_default_executor(ThreadPoolExecutor(THREADS))
         self.endpoint = Endpoint(self.loop, ppo)
         self.start()
 

@@ -56,6 +56,11 @@ class OnPolicyStage(DistillStage):
         yield from super().check()
         if self.config.ppo.takes_rows:
             yield 'ppo.sampler is "rows" but the student samples (distill.on_policy); name servers, or leave it out'
+        if self.config.data.train_on == "all" and self.table.on_policy < 1:
+            yield (
+                'data.train_on is "all" but the student samples last answers (distill.on_policy), which it does not '
+                'tell apart; set it to "assistant"'
+            )
         if self.table.nll_weight:
             yield (
                 f"distill.nll_weight is {self.table.nll_weight:g} but answers that the student samples "

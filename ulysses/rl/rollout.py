@@ -297,6 +297,7 @@ class RolloutMaker:
         if rollout.trajectories[0].advantages:  # then all have them
             given = [np.array(one.advantages)[one.sampled] for one in rollout.trajectories]
             columns["advantages"] = torch.from_numpy(np.concatenate(given)).double()
+            of_advantages = {}  # which are of the rewards
         columns["old_logps"] = old
         if ppo.kl_in != "reward":
             columns[REFERENCE_LOGPS] = reference

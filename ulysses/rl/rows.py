@@ -92,11 +92,11 @@ def unfit_rows(groups: int, given: np.ndarray, ppo: PpoSection) -> str:
             f'ppo.advantage = "{ppo.advantage}" compares the rows of a group but every group has one row; give one '
             "group to the rows that answer the same"
         )
-    in_reward = ppo.kl_coefficient and ppo.kl_in == "reward"
+    in_reward = ppo.missing_eos_penalty or (ppo.kl_coefficient and ppo.kl_in == "reward")
     if not given.any() or (given.all() and not ppo.needs_value and not in_reward):
         return ""
     return (
-        f"{int(given.sum())} of {len(given)} rows have advantages, which train no value and contain no KL; give all "
-        'or none of them, and set ppo.advantage to another one than "gae", and ppo.kl_in = "loss" or '
-        "ppo.kl_coefficient = 0"
+        f"{int(given.sum())} of {len(given)} rows have advantages, which train no value and contain no KL and no "
+        'penalty; give all or none of them, and set ppo.advantage to another one than "gae", ppo.kl_coefficient = 0 or '
+        'ppo.kl_in = "loss" with k3, and ppo.missing_eos_penalty = 0'
     )
