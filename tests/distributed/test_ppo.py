@@ -133,7 +133,8 @@ class PpoCase(Case):
             source = HostWeights(self.shape, 1)
             reference = logps_of(frozen_engine(lambda: CausalLM(self.shape, mesh), source))
         stage = replace(stage, reference=reference)
-        parts = Mock(tokens_per_microbatch=self.budget, share_prompts=True, frozen={})
+        budget = {"tokens_per_microbatch": self.budget, "share_prompts": True}
+        parts = Mock(engine=engine, mesh=mesh, frozen={}, **budget)
         maker = RolloutMaker(stage, parts, EngineSampler(engine, mesh, OPTIONS), reward)
         if self.fixed:
 

@@ -213,8 +213,8 @@ class OutsideSampler(AnySampler):
     ) -> dict[int, Completion]:
         answers, parts = super().sample_together(prompts, rollout), self.parts
         rows = {n: answer.after(prompts[n]) for n, answer in answers.items()}
-        budget = parts.tokens_per_microbatch
-        fitting = [n for n, row in rows.items() if len(row.tokens) <= budget]
+        most = parts.tokens_per_microbatch
+        fitting = [n for n, row in rows.items() if len(row.tokens) <= most]
         if not (self.wants_gap and fitting):
             return answers
         with parts.engine.inference():
@@ -222,9 +222,7 @@ class OutsideSampler(AnySampler):
                 lambda batch: parts.engine(batch, temperature=self.options.temperature).logps,
                 [len(rows[n].tokens) for n in fitting],
                 lambda i: [rows[fitting[i]]],
-                self.mesh,
-                parts.engine.device,
-                budget,
+                parts,
             )
         # row i predicts token i + 1, and the first token of a prompt is not drawn
         drawn = np.roll(np.concatenate([rows[n].loss_weights for n in fitting]), -1)

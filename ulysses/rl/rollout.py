@@ -260,9 +260,7 @@ class RolloutMaker:
             compute,
             rollout.sequence_lengths[examples].sum(axis=1).tolist(),
             lambda i: rollout[examples[i]].sequences,
-            self.mesh,
-            self.stage.model.device,
-            self.parts.tokens_per_microbatch,
+            self.parts,
             *columns,
         )
 
