@@ -589,6 +589,16 @@ def test_an_answer_that_a_program_gave_up_on_is_not_trained(tokenizer, capfd, se
     assert not capfd.readouterr().err
 
 
+def test_many_programs_may_call_at_once(tokenizer):
+    async def asks(row, model):
+        body = {"messages": [{"role": "user", "content": "a"}]}
+        url = f"{model.base_url}/chat/completions"
+        return float((await asyncio.to_thread(posted, url, model.api_key, body))[0])
+
+    found, _ = run(tokenizer, asks, "a", rows=[{}] * 400)
+    assert {one.scores[f"{__name__}:episode"] for one in found} == {200.0}
+
+
 def test_one_endpoint_serves_all_rollouts_and_a_key_one_episode(tokenizer):
     seen = []
 

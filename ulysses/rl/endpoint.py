@@ -63,9 +63,12 @@ class Endpoint(ThreadingHTTPServer):
         loop: which runs the episodes.
 
     Attributes:
+        request_queue_size: connections that wait to be taken; more are reset, and all programs may call at once.
         models: by their keys.
         fixed: what a request may name only with these values; anything else that is not read must be false.
     """
+
+    request_queue_size = 1024
 
     def __init__(self, loop: asyncio.AbstractEventLoop, ppo: PpoSection) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
