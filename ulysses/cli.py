@@ -3,7 +3,6 @@
 ulysses train --config dpo.toml        in one process; torchrun --nproc_per_node 8 -m ulysses.train --config dpo.toml
 """
 
-import os
 import shutil
 import signal
 import subprocess
@@ -32,8 +31,6 @@ ulysses COMMAND --help says more, and ulysses --version prints the version."""
 def main() -> int:
     """Run the command that the arguments name; return its exit code."""
     command, *rest = sys.argv[1:] or ["--help"]
-    # the user's own modules, such as PPO's reward function, come after the engine's
-    sys.path.append(os.getcwd())
     match command:
         case "train" | "dry-run" | "inspect":
             given = {"dry-run": ["--dry-run"], "inspect": ["--inspect", "3"]}.get(command, [])

@@ -7,6 +7,7 @@ whole product is marked full. (PPO: test_ppo.py.)
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -139,7 +140,11 @@ def reference_values(file: Path, case: Case) -> list[np.ndarray]:
         return model(batch).logps
 
     with torch.no_grad():
-        values = read_reference(data, file, logps, mesh, device(), case.budget, print)
+        engine = SimpleNamespace(device=device())
+        parts = SimpleNamespace(
+            mesh=mesh, engine=engine, tokens_per_microbatch=case.budget, say=print
+        )
+        values = read_reference(data, file, logps, parts)
     return np.split(values, data.lengths.cumsum()[:-1])
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -54,12 +55,11 @@ class PromptDataset(ListDataset):
         return {"shift": 0.01 * index}
 
 
-def reward(prompts, answers, rows, indices):
+def reward(answers, row_of):
     """How many tokens are even, within -2 to 2, shifted by the example."""
-    return [
-        {"a:b": 4 * sum(v % 2 == 0 for v in answer) / len(answer) - 2 + row["shift"]}
-        for answer, row in zip(answers, rows)
-    ]
+    for one in answers:
+        even = sum(v % 2 == 0 for v in one.tokens) / len(one.tokens)
+        one.scores = {"a:b": 4 * even - 2 + row_of(one.row)["shift"]}
 
 
 def prompts():
@@ -132,16 +132,10 @@ class PpoCase(Case):
         if not self.fixed:
             source = HostWeights(self.shape, 1)
             reference = logps_of(frozen_engine(lambda: CausalLM(self.shape, mesh), source))
-        maker = RolloutMaker(
-            sampler=EngineSampler(engine, mesh, OPTIONS),
-            engine=engine,
-            mesh=mesh,
-            ppo=stage.table,
-            tokens_per_microbatch=self.budget,
-            share_prompts=True,
-            reference=reference,
-            reward=reward,
-        )
+        stage = replace(stage, reference=reference)
+        budget = {"tokens_per_microbatch": self.budget, "share_prompts": True}
+        parts = Mock(engine=engine, mesh=mesh, frozen={}, **budget)
+        maker = RolloutMaker(stage, parts, EngineSampler(engine, mesh, OPTIONS), reward)
         if self.fixed:
 
             def make(*_):
@@ -338,7 +332,8 @@ def model_scores():
     """The scores of three answers by the frozen engine, and by the plain model one answer at a time."""
     trainer, _ = build_trainer(PpoCase(sp=2, options=REAL))
     maker, source = trainer.stage.maker, HostWeights(SHAPE, 4)
-    maker.scorer = frozen_engine(lambda: RewardModel(SHAPE, maker.mesh), source)
+    scorer = frozen_engine(lambda: RewardModel(SHAPE, maker.mesh), source)
+    maker.parts.frozen["reward"] = scorer
     maker.ppo, maker.reward = PpoSection(reward="models/rm"), None
     rollout = maker.scored(0, prompts(), maker.draw(0, prompts(), [3, 1, 5]))
     plain = filled(RewardModel(SHAPE, None, attention="reference"), source)

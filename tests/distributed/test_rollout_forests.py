@@ -22,7 +22,7 @@ from ulysses.config.stage_sections import PpoSection
 from ulysses.parallel.batch import pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.rl import trajectory
-from ulysses.rl.advantages import ADVANTAGES, OPPOSED
+from ulysses.rl.advantages import OPPOSED
 from ulysses.rl.ppo import PpoStage
 from ulysses.rl.rollout import RolloutMaker
 from ulysses.rl.rollout_dataset import Rollout
@@ -85,7 +85,7 @@ def trajectories(seed):
 def made(seed, ppo, budget):
     """A finished rollout."""
     by_length = ppo.loss_aggregation == "sequence"
-    share_drawn = ppo.ratio == "token" and not ADVANTAGES[ppo.advantage].needs_value
+    share_drawn = ppo.ratio == "token" and not ppo.needs_value
     how = {"by_length": by_length, "share_drawn": share_drawn}
     rollout = Rollout.of(0, trajectories(seed), tokens_per_microbatch=budget, **how)
     own = [
@@ -94,8 +94,8 @@ def made(seed, ppo, budget):
         for sequence, left_out in zip(rollout[i].sequences, rollout.prefix_lengths[i].tolist())
     ]
     old, values, reference = torch.from_numpy(np.concatenate(own, axis=1)).float()
-    rest = dict.fromkeys(("engine", "mesh", "sampler", "tokens_per_microbatch"))
-    finish = RolloutMaker(ppo=ppo, **rest).finish
+    stage = PpoStage(Config(stage="ppo", ppo=ppo))
+    finish = RolloutMaker(stage, parts=None, sampler=None).finish
     finish(rollout, 0.4 * old - 4.6, 0.3 * values, 0.4 * reference - 4.6)
     return rollout
 
@@ -104,7 +104,7 @@ def trained(seed, settings, budget, mesh):
     """The loss of a whole rollout and its gradient, the rollout, and how many tokens are computed."""
     ppo = table(settings)
     rollout = made(seed, ppo, budget)
-    needs_value = ADVANTAGES[ppo.advantage].needs_value
+    needs_value = ppo.needs_value
     kind = PolicyValue if needs_value else CausalLM
     model = filled(kind(SHAPE, mesh, attention="reference"), HostWeights(SHAPE, 0)).double()
     examples = np.unique(rollout.example_ids).tolist()

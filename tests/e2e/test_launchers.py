@@ -1,8 +1,12 @@
 """train.py under every launcher: the same losses and gradient norms on any number of processes and any degree."""
 
+import subprocess
+import sys
+
 import pytest
 
-from tests.e2e.launch import metrics, ranks, rows, run, tiny
+from tests import ROOT
+from tests.e2e.launch import environment, metrics, ranks, rows, run, tiny
 from tests.harness import full
 
 # (stage, launcher, processes per agent, agents, degree). "ranks" starts the processes without a launcher.
@@ -54,3 +58,15 @@ def test_learning_happens(one_process):
     assert sft[-1] < sft[0] - 0.01
     # ln 2: the reference is the policy
     assert dpo[0] == pytest.approx(0.6931472, abs=1e-6) and dpo[-1] != dpo[0]
+
+
+@pytest.mark.parametrize("start", [[ROOT / "train.py"], ["-m", "ulysses.cli", "train"]])
+def test_a_reward_is_found_in_the_folder_of_the_start(start, tmp_path):
+    (tmp_path / "my_rewards.py").write_text("score = 3")
+    line = [
+        sys.executable,
+        *start,
+        *tiny("grpo", tmp_path / "run", "--ppo.reward my_rewards:score"),
+    ]
+    done = subprocess.run(line, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 2 and "(it is not a function)" in done.stderr, done.stderr

@@ -84,6 +84,7 @@ def test_a_server_samples(teacher, tmp_path):
     "typed, sentence",
     [
         ("--distill.on_policy 0.5 --distill.nll_weight 1", "nll_weight is 1 but answers that"),
+        ("--distill.on_policy 0.5 --data.train_on all", 'train_on is "all" but the student'),
         (
             "--distill.on_policy 0.5 --batch.tokens_per_microbatch 130",
             r"is 130 but data.max_length \(prompts\) \+ ppo.max_new_tokens is 137",

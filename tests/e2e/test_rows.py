@@ -101,6 +101,9 @@ def test_rows_train_as_the_rollout_that_they_were_saved_from(tmp_path, form):
         for place in (tmp_path / "run", Path(PLACE.name) / "sampled")
     )
     if form != "reward":  # whose metrics are of no scores
+        assert (
+            "advantages/zero_groups" in sampled[0] and "advantages/zero_groups" not in found[0]
+        )
         kept = "loss grad_norm policy/clipfrac_avg sampler/logp_gap tokens".split()
         found, sampled = ([{k: x[k] for k in kept} for x in each] for each in (found, sampled))
     assert found[1]["grad_norm"] > 0.01
@@ -159,12 +162,16 @@ def what_is_refused(run, rows):
     planned = planned_step(trainer.stage, trainer.engine.module.config, data, [*range(4)])
     trained = trainer.train_step()["tokens"]
     whole, rollout = sum(planned.tokens), maker.rollout
-    most = maker.tokens_per_microbatch + 1
+    most = maker.parts.tokens_per_microbatch + 1
     longer = {key: (rows[0][key] * most)[:most] for key in ("token_ids", "mask", "logprobs")}
     longer["mask"][-1] = 1
     for act, given, sentence in (
         (run.sample, [[5], []], "prompt 1 should have tokens"),
         (run.sample, [[5, 1 << 20]], "prompt 0 should have tokens, and they are from 0 to"),
+        (run.sample, [[5], [5.5]], "prompt 1 should have tokens"),
+        (run.sample, [5], "prompt 0 should have tokens"),
+        (run.sample, [[5] * 8192], "may have 8201 tokens, but 8192 are planned for"),
+        (run.learn, [rows[0]], "but every group has one row"),
         (run.learn, rows[:3], "1 groups for 2 minibatches, and run.steps leaves 4 steps"),
         (run.learn, [rows[0] | longer, *rows], f"has {most} tokens but batch.tokens_per_micro"),
     ):

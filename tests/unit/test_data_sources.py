@@ -153,10 +153,11 @@ def test_what_a_source_cannot_mean_is_refused(opened, tables, sentence):
         opened(*given)
 
 
+@pytest.mark.parametrize("kind", ["text", "trajectory"])
 @pytest.mark.parametrize("more", [{"system": "s"}, {"chat_template_kwargs": {"a": 1}}])
-def test_documents_have_no_conversations(opened, more):
-    with pytest.raises(DataError, match="which documents do not use; remove them"):
-        opened({"path": "a", **more}, kind="text")
+def test_documents_and_trajectories_have_no_conversations(opened, more, kind):
+    with pytest.raises(DataError, match="which only conversations use; remove them"):
+        opened({"path": "a", **more}, kind=kind)
 
 
 def test_a_named_set_has_a_loader_of_its_own(opened):

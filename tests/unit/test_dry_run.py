@@ -159,6 +159,13 @@ def test_settings_that_do_nothing_are_named(run, tmp_path):
     assert "optimizer.lr is 0: no weight will change" in text and "every step" not in text
     _, text = run(*demo(tmp_path), "--gpus", 8, "--batch.examples", 3)
     assert "a step has 3 examples for 4 data-parallel groups: 1 of them compute nothing" in text
+    rows, sampled = DEMO / "data/ppo_train.jsonl", ["--config", DEMO / "grpo.toml", "--gpus", 2]
+    (tmp_path / "six.jsonl").write_text("".join(rows.open().readlines()[:6]))
+    sampled += ["--data.train", tmp_path / "six.jsonl", "--data.cache", tmp_path]
+    for prompts, said in ((4, True), (3, False)):
+        _, text = run(*sampled, "--batch.examples", prompts, "--ppo.minibatches", 3)
+        wanted = "last rollout of an epoch has 2 prompts for 3 minibatches (ppo.minibatches): 1 steps"
+        assert (wanted in text) == said
 
 
 def test_a_tokenizer_of_another_model_is_named(run, tmp_path):

@@ -255,6 +255,14 @@ def test_only_its_own_time_counts_against_an_episode(tokenizer):
     found, _ = run(tokenizer, blocks, "a", rows=[{"sleep": 0.1}] * 15, reward_timeout=1)
     assert len(found) == 15
 
+    async def in_threads(row, model):
+        await model.complete([5])
+        await asyncio.to_thread(time.sleep, 0.5)
+        return 1.0
+
+    found, _ = run(tokenizer, in_threads, "a", rows=[{}] * 150, reward_timeout=2)
+    assert len(found) == 150
+
 
 def test_an_episode_does_not_hold_up_the_end_of_the_run(tokenizer, monkeypatch):
     async def clings(row, model):
@@ -323,6 +331,18 @@ async def asks_nonsense(row, model):
     await model.complete([70_000])
 
 
+async def asks_for_halves(row, model):
+    await model.complete([5.5])
+
+
+async def asks_for_nothing(row, model):
+    await model.complete([5], max_tokens=0)
+
+
+async def asks_for_half_a_token(row, model):
+    await model.complete([5], max_tokens=0.5)
+
+
 async def chats_nonsense(row, model):
     await model.chat([{"role": "king", "content": "hi"}])
 
@@ -354,6 +374,9 @@ FAULTS = {
     "returned None; return a finite number": wrong(None),
     r"failed: .*5000 tokens leave no room .* \(test_episodes.py": asks_for_much,
     "failed: ValueError: a prompt should have tokens, and they are from 0 to": asks_nonsense,
+    "failed: ValueError: a prompt should have tokens": asks_for_halves,
+    "failed: ValueError: max_tokens is 0 but must be at least 1": asks_for_nothing,
+    "failed: TypeError: 'float' object cannot be interpreted as an integer": asks_for_half_a_token,
     "failed: .*message 1 has the role 'king'": chats_nonsense,
     "took longer than ppo.reward_timeout, 0.3 s, beside its calls": sleeps,
     "took longer than ppo.reward_timeout, 0.3 s": blocks,
@@ -486,6 +509,9 @@ WRONG_REQUESTS = {
     "stop is ['x'] but in this run it is False": {"stop": ["x"]},
     "message 1 has the role 'king'": {"messages": [{"role": "king", "content": "a"}]},
     "KeyError: 'messages'": {"messages": ...},
+    "max_tokens is 0 but must be at least 1": {"max_tokens": 0},
+    "max_tokens is -1 but": {"max_completion_tokens": -1, "max_tokens": 5},
+    "'float' object": {"max_tokens": 2.5},
 }
 
 
@@ -561,6 +587,16 @@ def test_an_answer_that_a_program_gave_up_on_is_not_trained(tokenizer, capfd, se
     [one], sampler = run(tokenizer, retries, "nobody reads this", "used", pause=0.5)
     assert shown(tokenizer, one).endswith("[used<|im_end|>]") and len(sampler.seen) == 2
     assert not capfd.readouterr().err
+
+
+def test_many_programs_may_call_at_once(tokenizer):
+    async def asks(row, model):
+        body = {"messages": [{"role": "user", "content": "a"}]}
+        url = f"{model.base_url}/chat/completions"
+        return float((await asyncio.to_thread(posted, url, model.api_key, body))[0])
+
+    found, _ = run(tokenizer, asks, "a", rows=[{}] * 400)
+    assert {one.scores[f"{__name__}:episode"] for one in found} == {200.0}
 
 
 def test_one_endpoint_serves_all_rollouts_and_a_key_one_episode(tokenizer):

@@ -227,11 +227,14 @@ PPO --ppo.sampler ["vllm+http://h:1","tgi+http://h"] => ppo.sampler is 'tgi+http
 PPO --ppo.sampler sglang+http://h/v1 => ppo.sampler is
 PPO --ppo.sampler vllm+http://h:1 --ppo.importance_cap 2 --ppo.top_p 0.9 => ppo.importance_cap needs the servers'
 PPO --ppo.sampler vllm+http://h:1 --ppo.importance_cap 2 --ppo.top_k 5 => leave ppo.importance_cap out, or top_p and
+PPO --ppo.kl_in loss => the gradient of ppo.kl_estimator = "k1" in a loss is zero on average; set it to "k3"
 PPO --ppo.sampler rows --data.eval [] --run.eval_every 0 \
 => ppo.reward: not read, because ppo.sampler is "rows", which are drawn and scored elsewhere; change that, or leave this
 PPO --ppo.sampler rows --ppo.reward {} --data.eval [] --run.samples 4 --run.eval_every 2 --run.patience 1 \
     --ppo.rollouts_ahead 1 --ppo.importance_cap 2 --ppo.sampler_timeout 9 --ppo.reward_workers 2 \
-=> ppo.reward_workers, ppo.rollouts_ahead, ppo.sampler_timeout, run.eval_every, run.patience, run.samples: not read
+    --data.truncation drop \
+=> data.truncation, ppo.reward_workers, ppo.rollouts_ahead, ppo.sampler_timeout, run.eval_every, run.patience, \
+run.samples: not read
 PPO --ppo.sampler rows --ppo.reward {} --data.eval [] --run.eval_every 0 --run.samples 4 \
 => run.samples: not read, because ppo.sampler is "rows"
 PPO --ppo.sampler ["rows","vllm+http://h:1"] --ppo.reward {} --data.eval [] --run.eval_every 0 \

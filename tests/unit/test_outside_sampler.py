@@ -3,6 +3,7 @@
 import math
 import time
 from contextlib import closing
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -13,6 +14,7 @@ import ulysses.rl.servers as servers
 from tests import rows_of
 from tests.harness import PATIENCE, free_port, until
 from tests.sampling_server import SamplingServer
+from ulysses.config.schema import Config
 from ulysses.config.stage_sections import PpoSection
 from ulysses.rl.outside_sampler import OutsideSampler
 from ulysses.rl.sampler import SamplingOptions
@@ -37,23 +39,27 @@ def server():
     found.close()
 
 
-def sampler(folder, *addresses, main=True, **options):
+def sampler(folder, *addresses, main=True, options=OPTIONS, **settings):
     def export(to):
         to.mkdir(exist_ok=True)
         (to / "config.json").write_text("{}")
 
-    config = PpoSection(sampler=[*addresses], **{"sampler_timeout": PATIENCE, **options})
-    return OutsideSampler(
-        config,
-        export,
-        lambda device: [],
-        folder / "policy",
-        main,
-        OPTIONS,
-        longest=20,
-        vocabulary=100,
-        float32=True,
+    ppo = {"sampler": [*addresses], "sampler_timeout": PATIENCE, **settings}
+    ppo = PpoSection(**{"sampler_folder": str(folder / "policy"), **ppo})
+    parts = SimpleNamespace(
+        mesh=SimpleNamespace(is_main=main),
+        weights=SimpleNamespace(shape=SimpleNamespace(vocab_size=100)),
+        export=export,
+        served_weights=lambda device: [],
+        renew=lambda: None,
+        say=lambda text: None,
     )
+    config = Config(stage="ppo", ppo=ppo, model={"dtype": "float32"})
+    return OutsideSampler(config, parts, options, longest=20)
+
+
+def serving(found):
+    return [server.address for server in found.serving]
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
@@ -261,9 +267,9 @@ def test_a_busy_server_that_knows_no_health_is_waited_for(tmp_path, server, monk
 def test_what_a_server_was_asked_that_has_ended_another_one_is_asked(tmp_path, server):
     gone, said = f"vllm+http://127.0.0.1:{free_port()}", []
     found = sampler(tmp_path, f"vllm+{server.address}", gone)
-    found.say = said.append
+    found.parts.say = said.append
     assert [len(c.tokens) for c in found.sample(PROMPTS).values()] == [2, 3, 6]
-    assert len(found.sample(PROMPTS)) == 3 and found.serving == [f"vllm+{server.address}"]
+    assert len(found.sample(PROMPTS)) == 3 and serving(found) == [f"vllm+{server.address}"]
     [warning] = said
     assert "/v1/completions failed (ConnectError" in warning
     assert warning.endswith("; the other servers are asked in its place")
@@ -279,7 +285,7 @@ def test_without_a_server_that_ends_between_two_requests_the_others_serve(
     with closing(SamplingServer()) as other:
         addresses, said = [f"vllm+{one.address}" for one in (server, other)], []
         found, left, reply = sampler(tmp_path, *addresses), [*PROMPTS], other.reply
-        found.say = said.append
+        found.parts.say = said.append
 
         def renew():
             left.pop()
@@ -292,21 +298,22 @@ def test_without_a_server_that_ends_between_two_requests_the_others_serve(
             return reply(path, body)
 
         if end == "after the last answer":
-            found.renew = renew
+            found.parts.renew = renew
         else:
             other.reply = ends
         found.synchronise()
-        assert len(found.sample(PROMPTS)) == 3 and found.serving == addresses[:1]
+        assert len(found.sample(PROMPTS)) == 3 and serving(found) == addresses[:1]
     [warning] = said
     assert "failed (ConnectError" in warning and other.address in warning
 
 
 def test_servers_that_were_lost_by_different_ranks_leave_none(tmp_path, server, monkeypatch):
     addresses = [f"{dialect}+{server.address}" for dialect in ("vllm", "sglang")]
-    lost = [({one: LostError(f"{one} is away")}, True, {}) for one in addresses]
+    found = sampler(tmp_path, *addresses)
+    lost = [({one: LostError(f"{one} is away")}, True) for one in found.servers]
     monkeypatch.setattr(outside, "gather", lambda value: lost)
     with pytest.raises(LostError, match="is away"):
-        sampler(tmp_path, *addresses).synchronise()
+        found.synchronise()
 
 
 def test_a_server_that_ended_between_two_exports_is_asked_after_the_next_and_judged_again(
@@ -321,9 +328,9 @@ def test_a_server_that_ended_between_two_exports_is_asked_after_the_next_and_jud
         found.synchronise(1)
         server.fault = ""
         found.synchronise(2)
-        assert found.serving == addresses[1:] and not found.wants_gap
+        assert serving(found) == addresses[1:] and not found.wants_gap
         found.synchronise(3)
-    assert found.serving == addresses and found.wants_gap
+    assert serving(found) == addresses and found.wants_gap
     reloads = [path for path, _ in server.asked]
     assert reloads.count("/collective_rpc") == 2
 
@@ -340,7 +347,7 @@ def test_a_server_that_was_started_again_between_two_exports_is_asked_no_more(
         with pytest.raises(ValueError, match=f"{server.address} holds other weights than it"):
             found.sample(PROMPTS)
         found.synchronise(1)
-        assert found.serving == addresses[1:] and len(found.sample(PROMPTS, 1)) == 3
+        assert serving(found) == addresses[1:] and len(found.sample(PROMPTS, 1)) == 3
         other.start_again()
         with pytest.raises(ValueError, match=f"{other.address} holds other weights than it"):
             found.sample(PROMPTS, 1)

@@ -2,6 +2,7 @@
 
 import math
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from itertools import cycle
 from unittest.mock import Mock
 
@@ -29,7 +30,7 @@ from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.rl.ppo import PpoStage
 from ulysses.rl.rewards import Rewards, gsm8k_reward
-from ulysses.rl.rollout import RolloutMaker, RolloutSteps
+from ulysses.rl.rollout import RolloutMaker
 from ulysses.rl.rollout_dataset import Rollout
 from ulysses.rl.trajectory import Trajectory
 from ulysses.stages.base import MetricSums
@@ -60,9 +61,9 @@ def whitened(x):
     return (x - x.mean()) / (x.var(correction=0) + 1e-8).sqrt()
 
 
-def maker(settings):
-    rest = dict.fromkeys(("engine", "mesh", "sampler", "tokens_per_microbatch"))
-    return RolloutMaker(ppo=ppo(settings), **rest)
+def ppo_stage(settings):
+    stage = PpoStage(Config(stage="ppo", ppo=ppo(settings)))
+    return replace(stage, maker=RolloutMaker(stage, parts=None, sampler=None))
 
 
 SETTINGS = (
@@ -82,7 +83,7 @@ def test_rewards_advantages_and_returns_against_the_formula(settings):
     assert rollout.columns["weights"].nonzero().flatten().tolist() == [
         i + 1 for i in PREDICTED_AT
     ]
-    maker(settings).finish(rollout, *flat)
+    ppo_stage(settings).maker.finish(rollout, *flat)
     old, values, reference = flat[:, PREDICTED_AT].double()
     d = old - reference
     kl = {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[c.kl_estimator]
@@ -123,7 +124,9 @@ def test_advantages_without_a_value(advantage, kl_in, masked):
     old, reference = torch.randn(2, len(predicts))
     settings = f"advantage={advantage} kl_in={kl_in} mask_truncated={masked}"
     given = "answers_per_prompt=3 kl_coefficient=0.3 importance_cap=1.1"
-    maker(f"{settings} {given}").finish(rollout, old, torch.zeros_like(old), reference)
+    ppo_stage(f"{settings} {given}").maker.finish(
+        rollout, old, torch.zeros_like(old), reference
+    )
     gaps = 0.3 * (kl_in == "reward") * kept * (old - reference)[predicts].double()
     to_come = [gap.flip(0).cumsum(0).flip(0) for gap in gaps.split(lengths.tolist())]
     if advantage == "reinforce++":
@@ -255,7 +258,8 @@ def test_an_episode_counts_once_however_many_branches_it_has(advantage):
     ]
     rollout = Rollout.of(0, found)
     zeros = torch.zeros(len(rollout.columns["tokens"]))
-    maker(f"advantage={advantage} kl_coefficient=0").finish(rollout, zeros, zeros, zeros)
+    found = ppo_stage(f"advantage={advantage} kl_coefficient=0").maker
+    found.finish(rollout, zeros, zeros, zeros)
     wanted = group_advantages(torch.tensor([1.0, 4, 2]).double(), torch.zeros(3), advantage)
     by_episode = [*wanted.tolist(), 0.0]
     got = rollout.columns["advantages"][rollout.ends - 2]
@@ -268,9 +272,9 @@ def test_an_episode_counts_once_however_many_branches_it_has(advantage):
 def test_a_rollout_from_longer_micro_batches_is_trained_as_it_was_laid_out():
     """A run continues a checkpoint on more processes, whose micro-batches are shorter."""
     data = ListDataset("prompt", [(s,) for s in sequences(2, 0)])
-    steps = RolloutSteps(maker(""), StepLoader(data, 2, tokens_per_microbatch=8, seed=3))
-    steps.maker.rollout = answered([[1, 2, 3]] * 2, [[5] * 4] * 4, budget=20)
-    served = [example for each in steps.step(0, 0) for example in each]
+    prompts, stage = StepLoader(data, 2, tokens_per_microbatch=8, seed=3), ppo_stage("")
+    stage.maker.rollout = answered([[1, 2, 3]] * 2, [[5] * 4] * 4, budget=20)
+    served = [example for each in stage.micro_batches(prompts, 0) for example in each]
     assert sorted(len(example.sequences) for example in served) == [2, 2]
 
 
@@ -280,16 +284,15 @@ def test_every_pass_takes_every_answer_once_in_new_minibatches(monkeypatch):
 
     def make(number, dataset, indices, following):
         assert dataset is data and indices == prompts.indices(*divmod(number, 3))
+        assert following is None
         made.append(number)
         return answered([[1, 2]] * len(indices), [[3]] * len(indices), number)
 
-    steps = RolloutSteps(maker("epochs=2 minibatches=3"), prompts)
-    monkeypatch.setattr(steps.maker, "make", make)
-    assert steps.steps_per_epoch == 3 * 6  # 25 prompts are 3 rollouts, the last of 5
-    stage, orders = PpoStage(Config(stage="ppo"), maker=steps.maker), []
-    for k in range(18):
-        served = [example.index for each in steps.step(0, k) for example in each]
-        orders.append(steps.indices(0, k))
+    stage, orders = ppo_stage("epochs=2 minibatches=3"), []
+    monkeypatch.setattr(stage.maker, "make", make)
+    for k in range(18):  # 25 prompts are 3 rollouts, the last of 5
+        served = [example.index for each in stage.micro_batches(prompts, k) for example in each]
+        orders.append(stage.rollout_examples(prompts, k))
         assert sorted(served) == sorted(orders[-1])
         # what the sentence says about a step that is not finite
         said = stage.trained_examples(prompts, k)
@@ -325,9 +328,10 @@ HALF, ALL, ANY, FAILS, *SPOILING = (
 
 def called(rows, *names, workers=0, timeout=PATIENCE):
     """What rewards give the prompt "a" with the answer "bc" for every row; the first example is number 4."""
-    count = len(rows)
+    answers = [Trajectory([97], [98, 99], [], [], True, row=4 + n) for n in range(len(rows))]
     with closing(Rewards(names, Letters(), workers, timeout)) as rewards:
-        return rewards([[97]] * count, [[98, 99]] * count, rows, [*range(4, 4 + count)])
+        rewards(answers, lambda number: rows[number - 4])
+    return [one.scores for one in answers]
 
 
 def scores(name, *scales, sleep=0, **options):

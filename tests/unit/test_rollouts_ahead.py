@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import wait
+from dataclasses import replace
 from functools import partial
 from unittest.mock import Mock
 
@@ -15,17 +16,18 @@ import ulysses.rl.servers as servers
 from tests.engine_case import ListDataset, sequences
 from tests.harness import PATIENCE, until
 from tests.sampling_server import SamplingServer
+from tests.unit.test_outside_sampler import sampler
+from ulysses.config.schema import Config
 from ulysses.config.stage_sections import PpoSection
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.rl.outside_sampler import OutsideSampler
 from ulysses.rl.ppo import PpoStage
-from ulysses.rl.rollout import RolloutMaker, RolloutSteps
+from ulysses.rl.rollout import RolloutMaker
 from ulysses.rl.sampler import Completion, SamplingOptions
 
 PPO = {"advantage": "group", "answers_per_prompt": 2, "epochs": 1, "minibatches": 2}
 PPO |= {"kl_coefficient": 0.0, "importance_cap": 2.0, "reward": "a:b"}
-ROLLOUTS = 3
+STEPS = 3 * PPO["minibatches"]
 
 
 class Sampler:
@@ -51,8 +53,8 @@ class Sampler:
         return {n: Completion(t, [-1.0] * len(t), True) for n, t in zip(prompts, drawn)}
 
 
-def steps_with(sampler, ahead, monkeypatch):
-    """The steps of three rollouts of 4, 4 and 2 prompts, without a model."""
+def stage_with(sampler, ahead, monkeypatch):
+    """The stage, and the prompts of three rollouts of 4, 4 and 2 prompts, without a model."""
 
     def gathered(value):
         sampler.events += ["all wait"] * (value is None)
@@ -64,33 +66,35 @@ def steps_with(sampler, ahead, monkeypatch):
         "_values",
         lambda _, rollout, *__: torch.arange(1.0, 4).expand(rollout.lengths.sum(), 3),
     )
-    maker = RolloutMaker(
-        engine=None,
-        mesh=ParallelMesh(1),
-        ppo=PpoSection(rollouts_ahead=ahead, **PPO),
-        sampler=sampler,
-        tokens_per_microbatch=64,
-        reward=lambda _, answers, *__: [{"a:b": float(len(answer))} for answer in answers],
-    )
+    ppo = PpoSection(rollouts_ahead=ahead, **PPO)
+    config = Config(stage="ppo", ppo=ppo, run={"steps": STEPS})
+    stage = PpoStage(config, mesh=ParallelMesh(1))
+    parts = Mock(tokens_per_microbatch=64, share_prompts=False, frozen={})
+
+    def reward(answers, row_of):
+        for one in answers:
+            one.scores = {"a:b": float(len(one.tokens))}
+
+    maker = RolloutMaker(stage, parts, sampler, reward)
     data = ListDataset("prompt", [(s,) for s in sequences(10, 0)])
     data.row = lambda _: {}
     prompts = StepLoader(data, 4, tokens_per_microbatch=64, seed=3)
-    return RolloutSteps(maker, prompts, ROLLOUTS * PPO["minibatches"])
+    return replace(stage, maker=maker), prompts
 
 
 def trained(sampler, ahead, monkeypatch):
     """Read all steps; after the last one of each rollout the servers may answer."""
-    steps, found = steps_with(sampler, ahead, monkeypatch), []
-    for k in range(steps.total_steps):
+    (stage, prompts), found = stage_with(sampler, ahead, monkeypatch), []
+    for k in range(STEPS):
         sampler.trained.clear()
-        batches = steps.step(0, k)
-        if steps.maker.ahead:
+        batches = stage.micro_batches(prompts, k)
+        if stage.maker.ahead:
             assert until(partial(sampler.events.__contains__, f"ask {k // 2 + 1}"))
         sampler.events.append(f"step {k}")
         found.append([s for b in batches for example in b for s in example.sequences])
         sampler.trained.set()
-        if steps.maker.ahead:
-            wait([steps.maker.ahead])
+        if stage.maker.ahead:
+            wait([stage.maker.ahead])
     return found
 
 
@@ -110,7 +114,7 @@ def test_servers_answer_the_next_rollout_while_one_is_trained(monkeypatch):
 
 def test_what_is_trained_does_not_depend_on_when_it_was_asked_for(monkeypatch):
     now, ahead = (trained(Sampler(), ahead, monkeypatch) for ahead in (0, 1))
-    assert len(now) == ROLLOUTS * PPO["minibatches"]
+    assert len(now) == STEPS
     for ours, theirs in zip(ahead, now, strict=True):
         for one, other in zip(ours, theirs, strict=True):
             assert one.tokens.tolist() == other.tokens.tolist()
@@ -120,10 +124,9 @@ def test_what_is_trained_does_not_depend_on_when_it_was_asked_for(monkeypatch):
 
 def test_an_evaluation_brings_new_weights_when_no_answer_is_being_drawn(monkeypatch):
     sampler = Sampler()
-    steps = steps_with(sampler, 1, monkeypatch)
-    steps.step(0, 0)
-    stage = PpoStage(Mock(ppo=steps.maker.ppo), maker=steps.maker)
-    held_out = Mock(steps_per_epoch=1, dataset=steps.prompts.dataset)
+    stage, prompts = stage_with(sampler, 1, monkeypatch)
+    stage.micro_batches(prompts, 0)
+    held_out = Mock(steps_per_epoch=1, dataset=prompts.dataset)
     held_out.sets.return_value = {"": held_out}
     held_out.indices.return_value = [0, 1]
     threading.Timer(0.1, sampler.trained.set).start()
@@ -131,7 +134,7 @@ def test_an_evaluation_brings_new_weights_when_no_answer_is_being_drawn(monkeypa
     answered = sampler.events.index("answer 1") + 1
     assert sampler.events[answered:][:2] == ["all wait", "weights for 0"]
     sampler.events.clear()
-    steps.step(0, 2)
+    stage.micro_batches(prompts, 2)
     assert sampler.events[:2] == ["all wait", "weights for 2"], "nothing was asked for again"
 
 
@@ -146,13 +149,10 @@ def test_a_run_that_ends_gives_up_what_is_in_flight(tmp_path, monkeypatch):
     server = SamplingServer()
     server.fault = "hang"
     options = SamplingOptions(4, batch=2)
-    config = PpoSection(sampler=f"vllm+{server.address}")
-    sampler = OutsideSampler(
-        config, None, None, tmp_path, True, options, longest=9, vocabulary=100, float32=True
-    )
-    found = servers.in_thread(sampler.sample, dict.fromkeys(range(6), torch.arange(3)))
+    asker = sampler(tmp_path, f"vllm+{server.address}", options=options)
+    found = servers.in_thread(asker.sample, dict.fromkeys(range(6), torch.arange(3)))
     assert until(lambda: len(server.asked) == 2)
-    sampler.close()
+    asker.close()
     assert isinstance(found.exception(PATIENCE), InterruptedError)
     server.close()
     assert len(server.asked) == 2

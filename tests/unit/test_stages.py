@@ -141,7 +141,13 @@ def fake_reference(batch):
 
 
 def read(path, data, logps=fake_reference):
-    return read_reference(data, path, logps, ParallelMesh(1), CPU, 128, lambda text: None)
+    parts = SimpleNamespace(
+        mesh=ParallelMesh(1),
+        engine=SimpleNamespace(device=CPU),
+        tokens_per_microbatch=128,
+        say=lambda text: None,
+    )
+    return read_reference(data, path, logps, parts)
 
 
 def test_reference_values_are_written_whole_or_not_at_all(tmp_path):

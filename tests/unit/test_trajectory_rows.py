@@ -1,6 +1,7 @@
 """Rows of trajectories: what they become, how they are grouped, and which are refused."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ from ulysses.data import BadRowError
 from ulysses.data.read.sources import RawRow
 from ulysses.data.read.trajectories import read_trajectory
 from ulysses.parallel.batch import Sequence
-from ulysses.rl.rows import TrajectoryGroups, trajectories_of, unfit_advantages
+from ulysses.rl.rows import TrajectoryGroups, trajectories_of, unfit_rows
 
 # two turns with a result of a tool between them, and a turn that nobody answers
 ROW = {
@@ -48,6 +49,9 @@ def test_keys_may_have_other_names():
     theirs = {name.upper(): value for name, value in ROW.items()}
     found = read(theirs, {name: name.upper() for name in ROW})
     assert found.keys() == read(ROW).keys() and found["reward"] == 1.5
+    assert read({**ROW, "info": {"score": 2.5}}, {"reward": "info.score"})["reward"] == 2.5
+    with pytest.raises(BadRowError, match="has no column 'loss_mask', which columns names"):
+        read(ROW, {"mask": "loss_mask"})
 
 
 # what is changed in the row, and what is said of it
@@ -81,6 +85,11 @@ def test_a_row_that_cannot_be_trained_on_is_refused(change, sentence):
     with pytest.raises(BadRowError, match=f"^{sentence}") as caught:
         read(text.encode())
     assert "\n" not in str(caught.value)
+
+
+def test_a_number_of_a_program_that_is_none_is_called_so():
+    with pytest.raises(BadRowError, match="reward: Input should be a finite number"):
+        read_trajectory(RawRow(0, "", {**ROW, "reward": math.nan}), {}, 10, 8)
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", "7", '"a"', "null"])
@@ -117,7 +126,7 @@ def test_the_rows_of_a_group_may_stand_anywhere_and_sources_share_none():
     assert found.sources.tolist() == [0, 0, 1, 0] and found.lengths.tolist() == [16, 8, 8, 8]
     own, shared = found.sizes([0, 1])  # without the token that nobody answers
     assert own.tolist() == [[7], [6], [7]] and shared.tolist() == [[0], [1], [0]]
-    drawn = trajectories_of([found[3], found[0]], ())
+    drawn = found.trajectories([3, 0], ())
     assert [(one.group, one.episode) for one in drawn] == [(0, 0), (1, 1), (1, 2)]
 
 
@@ -129,6 +138,7 @@ FITTING = """
 1 advantage=group kl_in=loss => no
 2 advantage=gae kl_coefficient=0 => no
 2 advantage=group => no
+2 advantage=group kl_coefficient=0 missing_eos_penalty=1 => no
 """
 
 
@@ -136,5 +146,5 @@ FITTING = """
 def test_given_advantages_fit_settings_that_compute_none(case, fits):
     count, *settings = case.split()
     given = np.arange(2) < int(count)
-    fault = unfit_advantages(given, PpoSection(**dict(s.split("=") for s in settings)))
+    fault = unfit_rows(1, given, PpoSection(**dict(s.split("=") for s in settings)))
     assert fault.startswith(f"{count} of 2 rows have advantages") == (fits == "no")

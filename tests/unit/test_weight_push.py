@@ -38,9 +38,9 @@ WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(1).bfloat16(), "c"
 def pushing(folder, two, *dialects):
     addresses = [f"{dialect}+{server.address}" for dialect, server in zip(dialects, two)]
     found = sampler(folder, *addresses, sampler_sync="gloo")
-    found.push.weights = lambda device: WEIGHTS.items()
+    found.parts.served_weights = lambda device: WEIGHTS.items()
     found.said = []
-    found.say = found.said.append
+    found.parts.say = found.said.append
     return found
 
 

@@ -194,3 +194,9 @@ def remarks(inputs: RunInputs, loader: StepLoader) -> Iterator[str]:
             f"a step takes {loader.examples_per_step} examples (batch.examples) but the data has only {per_epoch}: "
             "every step trains on all of them"
         )
+    rest, parts = per_epoch % loader.examples_per_step or examples, config.ppo.minibatches
+    if rest < parts:
+        yield (
+            f"the last rollout of an epoch has {rest} prompts for {parts} minibatches (ppo.minibatches): "
+            f"{parts - rest} steps of each pass train nothing"
+        )

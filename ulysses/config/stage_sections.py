@@ -223,6 +223,16 @@ class PpoSection(Section):
         return next((name for name in self.reward if not is_function(name)), "")
 
     @property
+    def needs_value(self) -> bool:
+        """Whether advantages come from a value."""
+        return self.advantage == "gae"
+
+    @property
+    def compares_answers(self) -> bool:
+        """Whether advantages come from the other answers to the same prompt."""
+        return self.advantage in ("group", "leave_one_out")
+
+    @property
     def takes_rows(self) -> bool:
         """Whether the trajectories come from rows, and not from a sampler."""
         return "rows" in self.sampler

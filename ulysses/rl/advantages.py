@@ -7,14 +7,9 @@
 
 An answer is an episode where an episode has branches: they have one reward, the mean of theirs, and one advantage.
 
-Each function takes rewards [T] and values [T] of the tokens that the policy has drawn, packed by cu_seqlens [N + 1],
-the N trajectories, and the [ppo] table. It returns the columns [T] that the loss reads (`advantages`, and with a value
-`old_values` and `returns`), and metrics. Everything is float64 and the same on every rank.
 """
 
 from collections import Counter
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,17 +19,36 @@ from ulysses.config.stage_sections import PpoSection
 from ulysses.rl.trajectory import Trajectory
 
 OPPOSED = "opposed_advantages"  # the column of those below 0 where others of the same token are above it
+# each algorithm, and the settings that only others read
+ADVANTAGES = {
+    "gae": ("ppo.scale_by_std",),
+    "group": ("ppo.gamma", "ppo.lam"),
+    "leave_one_out": ("ppo.gamma", "ppo.lam", "ppo.scale_by_std"),
+    "reinforce++": ("ppo.lam", "ppo.scale_by_std"),
+}
 
-ColumnsAndMetrics = tuple[dict[str, Tensor], dict[str, Tensor]]
 
-
-def gae(
+def advantages_of(
     rewards: Tensor,
     values: Tensor,
     cu_seqlens: Tensor,
     trajectories: list[Trajectory],
     ppo: PpoSection,
-) -> ColumnsAndMetrics:
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the columns [T] that the loss reads, and metrics; float64, and the same on every rank.
+
+    The columns are `advantages`, and with a value `old_values` and `returns`.
+
+    Args:
+        rewards, values: [T] of the tokens that the policy has drawn, packed by cu_seqlens [N + 1], the N trajectories.
+    """
+    if ppo.compares_answers:
+        return _among_answers(rewards, cu_seqlens, trajectories, ppo)
+    if ppo.advantage == "reinforce++":
+        _, returns = packed_gae(
+            rewards, torch.zeros_like(rewards), cu_seqlens, ppo.gamma, lam=1.0
+        )
+        return {"advantages": whiten(returns, torch.ones_like(returns))}, {}
     advantages, returns = packed_gae(rewards, values, cu_seqlens, ppo.gamma, ppo.lam)
     whitened = whiten(advantages, torch.ones_like(values))
     columns = {"advantages": whitened, "old_values": values, "returns": returns}
@@ -43,13 +57,9 @@ def gae(
     return columns, {"val/explained_variance": 1 - unexplained / variance} if variance else {}
 
 
-def compare_answers(
-    rewards: Tensor,
-    values: Tensor,
-    cu_seqlens: Tensor,
-    trajectories: list[Trajectory],
-    ppo: PpoSection,
-) -> ColumnsAndMetrics:
+def _among_answers(
+    rewards: Tensor, cu_seqlens: Tensor, trajectories: list[Trajectory], ppo: PpoSection
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     lengths = cu_seqlens.diff()
     earned = torch.stack([answer.sum() for answer in rewards.split(lengths.tolist())])
     numbers = torch.tensor([(one.group, one.episode) for one in trajectories])
@@ -62,37 +72,3 @@ def compare_answers(
     equal = torch.tensor([count == 1 for count in different.values()])
     metrics = {"advantages/zero_groups": equal.double().mean()}
     return {"advantages": advantages[places].repeat_interleave(lengths)}, metrics
-
-
-def reinforce(
-    rewards: Tensor,
-    values: Tensor,
-    cu_seqlens: Tensor,
-    trajectories: list[Trajectory],
-    ppo: PpoSection,
-) -> ColumnsAndMetrics:
-    no_values = torch.zeros_like(rewards)
-    _, returns = packed_gae(rewards, no_values, cu_seqlens, ppo.gamma, lam=1.0)
-    return {"advantages": whiten(returns, torch.ones_like(returns))}, {}
-
-
-class Advantage(NamedTuple):
-    """An algorithm: its function, whether it trains a value, and whether it compares the answers to a prompt.
-
-    unread: settings of other algorithms.
-    """
-
-    compute: Callable[..., ColumnsAndMetrics]
-    unread: tuple[str, ...]
-    needs_value: bool = False
-    needs_group: bool = False
-
-
-ADVANTAGES = {
-    "gae": Advantage(gae, ("ppo.scale_by_std",), needs_value=True),
-    "group": Advantage(compare_answers, ("ppo.gamma", "ppo.lam"), needs_group=True),
-    "leave_one_out": Advantage(
-        compare_answers, ("ppo.gamma", "ppo.lam", "ppo.scale_by_std"), needs_group=True
-    ),
-    "reinforce++": Advantage(reinforce, ("ppo.lam", "ppo.scale_by_std")),
-}

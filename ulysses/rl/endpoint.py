@@ -63,9 +63,12 @@ class Endpoint(ThreadingHTTPServer):
         loop: which runs the episodes.
 
     Attributes:
+        request_queue_size: connections that wait to be taken; more are reset, and all programs may call at once.
         models: by their keys.
         fixed: what a request may name only with these values; anything else that is not read must be false.
     """
+
+    request_queue_size = 1024
 
     def __init__(self, loop: asyncio.AbstractEventLoop, ppo: PpoSection) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -100,7 +103,8 @@ class Endpoint(ThreadingHTTPServer):
             if body[name] not in (None, wanted):
                 given = f"{name} is {body[name]!r:.50}"
                 return _refused(400, f"{given} but in this run it is {wanted!r}")
-        limit = body.get("max_completion_tokens") or body.get("max_tokens")
+        limits = body.get("max_completion_tokens"), body.get("max_tokens")
+        limit = next((each for each in limits if each is not None), None)
 
         async def chat() -> Turn:
             client, task = request.connection, asyncio.current_task()

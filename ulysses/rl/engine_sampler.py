@@ -1,17 +1,16 @@
 """Sample from the weights that are being trained: gather them, and decode as many answers at a time as fit."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from models.writing import whole_weights
 from ulysses.config.schema import ModelSection
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.progress import progress
+from ulysses.rl.any_sampler import AnySampler
 from ulysses.rl.sampler import (
-    Completion,
     Requests,
     Sampler,
     SamplingOptions,
@@ -24,8 +23,8 @@ RESERVE = 0.05  # the share of the free memory that is left for what sampling it
 
 
 @dataclass
-class EngineSampler:
-    """Decode a process's answers on its own device.
+class EngineSampler(AnySampler):
+    """Decode a process's answers on its own device, with the current weights at every call.
 
     Args:
         engine: of the policy.
@@ -44,23 +43,6 @@ class EngineSampler:
     settings: ModelSection | None = None
     renew: Callable[[], None] = lambda: None
     warned: bool = False
-
-    def synchronise(self, rollout: int = 0) -> None:
-        """Do nothing: every call of `sample` reads the current weights."""
-
-    @property
-    def wants_gap(self) -> bool:
-        """False, for the same reason."""
-        return False
-
-    def check_gap(self, gap: float) -> None:
-        """Do nothing, for the same reason."""
-
-    def sample(self, prompts: Mapping[int, Tensor], rollout: int = 0) -> dict[int, Completion]:
-        """Return the completion of every prompt, by the prompt's number; all ranks call it together."""
-        requests = Requests(prompts, self.options.max_new_tokens)
-        self.serve(requests, rollout)
-        return requests.completions
 
     def serve(self, requests: Requests, rollout: int = 0) -> None:
         """Answer requests until there will be none; all ranks call it together, and then wait for no other."""

@@ -10,9 +10,12 @@ import asyncio
 import math
 import secrets
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import monotonic
@@ -20,16 +23,18 @@ from typing import Any
 
 from ulysses.config.section import LARGEST, UserCodeError, visible
 from ulysses.config.stage_sections import PpoSection
+from ulysses.rl.any_sampler import AnySampler
 from ulysses.rl.endpoint import Endpoint
 from ulysses.rl.model import EpisodeOverError, Model
 from ulysses.rl.rewards import Row, failure, load_function
 from ulysses.rl.sampler import Completion, Request, Requests
-from ulysses.rl.samplers import AnySampler
 from ulysses.rl.trajectory import Trajectory
 from ulysses.stages.base import RunParts
 
+Task = Future[list[Trajectory]]
 MOMENT = 0.01  # seconds that an idle sampler waits for one more request
 LOOK_SECONDS = 0.2  # between two looks whether an episode takes too long
+THREADS = 1024  # the most that asyncio.to_thread starts, when all others are busy
 STOP_SECONDS = 0.5  # for the episodes that still run when one has failed and the run ends
 
 
@@ -47,6 +52,8 @@ class EpisodeLoop(Thread):
         super().__init__(daemon=True, name="episodes")
         self.ppo, self.parts, self.longest = ppo, parts, longest
         self.loop = asyncio.new_event_loop()
+        # by default as many as there are cores: the others' waiting would count against ppo.reward_timeout
+        self.loop.set_default_executor(ThreadPoolExecutor(THREADS))
         self.endpoint = Endpoint(self.loop, ppo)
         self.start()
 
@@ -61,10 +68,8 @@ class EpisodeLoop(Thread):
         Raises UserCodeError if an episode fails, takes too long, or returns what is no score; it names the example.
         """
         episodes = Episodes(self, rows)
-        for number in rows:
-            asyncio.run_coroutine_threadsafe(episodes.run(number), self.loop)
         sampler.serve(episodes, rollout)
-        return [one for number in rows for one in episodes.done[number]]
+        return [one for task in episodes.tasks for one in task.result()]
 
     def run(self) -> None:
         with closing(self.loop):
@@ -88,6 +93,22 @@ class EpisodeLoop(Thread):
             self.join(2 * STOP_SECONDS)
 
 
+@dataclass(eq=False)
+class Episode:
+    """An episode that runs.
+
+    index, row: the data row, and its number.
+    since: when its function began, or went on after a call; infinite while it waits for the event loop.
+    futures: of the completions that it waits for, by the numbers of the calls.
+    """
+
+    index: int
+    row: Row
+    model: Model
+    since: float = math.inf
+    futures: dict[int, asyncio.Future[Completion]] = field(default_factory=dict)
+
+
 class Episodes(Requests):
     """The episodes of a rollout, and what they ask the sampler for.
 
@@ -96,22 +117,20 @@ class Episodes(Requests):
         rows: the number of the data row, and the row, by the numbers of the episodes in the rollout.
 
     Attributes:
-        done: the trajectories of episodes that have ended.
-        models: of those that have not.
-        tasks: those that run, which nothing else might keep alive.
-        since: when the function of an episode began, or went on after a call; not while it waits for the event loop.
-        futures: of the completions that episodes wait for, by the numbers of the episode and the call.
-        queue: requests for the sampler, errors, and None for every episode that has ended.
+        running: the episodes that have not ended.
+        tasks: those that run the functions, and return the trajectories.
+        queue: requests for the sampler, and the tasks that have ended.
     """
 
     def __init__(self, thread: EpisodeLoop, rows: Mapping[int, tuple[int, Row]]) -> None:
         super().__init__({}, thread.longest)
-        self.thread, self.ppo, self.rows, self.count = thread, thread.ppo, rows, len(rows)
+        self.thread, self.ppo, self.count = thread, thread.ppo, len(rows)
         self.function = load_function(self.ppo.rollout, setting="ppo.rollout")
-        self.models: dict[int, Model] = {}
-        for number in rows:
+        self.queue = SimpleQueue[Request | Task]()
+        self.running: dict[int, Episode] = {}
+        for number, (index, row) in rows.items():
             key = secrets.token_urlsafe()
-            self.models[number] = thread.endpoint.models[key] = Model(
+            model = thread.endpoint.models[key] = Model(
                 partial(self._ask, number),
                 thread.endpoint.url,
                 key,
@@ -121,37 +140,36 @@ class Episodes(Requests):
                 thread.longest,
                 self.ppo.max_new_tokens,
             )
-        self.done: dict[int, list[Trajectory]] = {}
-        self.tasks = set[asyncio.Task[Any] | None]()
-        self.since: dict[int, float] = {}
-        self.futures: dict[tuple[int, int], asyncio.Future[Completion]] = {}
-        self.queue = SimpleQueue[Request | UserCodeError | None]()
+            self.running[number] = Episode(index, row, model)
+        self.tasks = [
+            asyncio.run_coroutine_threadsafe(self.run(number), thread.loop) for number in rows
+        ]
+        for task in self.tasks:
+            task.add_done_callback(self.queue.put)
 
     # ---------------------------------------------------------------- in the episodes' thread
 
-    async def run(self, number: int) -> None:
-        (index, row), model = self.rows[number], self.models[number]
-        score, problem = None, ""
-        self.tasks.add(asyncio.current_task())
-        self.since[number] = monotonic()
+    async def run(self, number: int) -> list[Trajectory]:
+        episode = self.running[number]
+        model, score, problem = episode.model, None, ""
+        episode.since = monotonic()
         try:
             # a copy, because the function may change a row, which several episodes share
-            score = await self.function(deepcopy(row), model)
+            score = await self.function(deepcopy(episode.row), model)
         except BaseException as error:
             # no room for another turn is an end like others; what a program makes of that is its own
             is_end = model.was_refused or _comes_from_the_end(error)
             problem = "" if is_end and model.turns else failure(error)
         if problem := problem or self._fault(score, model):
-            sentence = f"the rollout {self.ppo.rollout} on example {index} {problem}"
-            self.queue.put(UserCodeError(sentence))
-            return
-        found = model.trajectories(number, index)
+            raise UserCodeError(
+                f"the rollout {self.ppo.rollout} on example {episode.index} {problem}"
+            )
+        found = model.trajectories(number, episode.index)
         if score is not None or not self.ppo.reward:
             for one in found:
                 one.scores = {self.ppo.rollout: math.fsum([score or 0])}
-        del self.models[number], self.thread.endpoint.models[model.api_key]
-        self.done[number] = found
-        self.queue.put(None)
+        del self.running[number], self.thread.endpoint.models[model.api_key]
+        return found
 
     def _fault(self, score: Any, model: Model) -> str:
         """Return the end of a sentence about what is wrong with a function that has returned, or nothing."""
@@ -166,19 +184,20 @@ class Episodes(Requests):
         return f"{given}, or set ppo.reward and return None"
 
     async def _ask(self, number: int, call: int, prompt: list[int], limit: int) -> Completion:
-        future = self.futures[number, call] = self.thread.loop.create_future()
+        episode = self.running[number]
+        future = episode.futures[call] = self.thread.loop.create_future()
         self.queue.put(Request(number, tuple(prompt), limit, call))
         try:
             return await future
         finally:
-            self.since[number] = monotonic()
-            self.futures.pop((number, call), None)
+            episode.since = monotonic()
+            episode.futures.pop(call, None)
 
     # ---------------------------------------------------------------- in the sampler's threads
 
     @property
     def is_open(self) -> bool:
-        return len(self.done) < self.count or not self.queue.empty()
+        return not (all(task.done() for task in self.tasks) and self.queue.empty())
 
     def take(self, wait: bool) -> list[Request]:
         """Return the new requests.
@@ -189,16 +208,13 @@ class Episodes(Requests):
         while self.is_open:
             if not self.thread.is_alive():
                 raise InterruptedError("the run has ended")
-            waiting = {number for number, _ in tuple(self.futures)}
-            at_work = {
-                n: self.since.get(n, math.inf) for n in tuple(self.models) if n not in waiting
-            }
+            at_work = [one for one in tuple(self.running.values()) if not one.futures]
             if wait and found and not at_work and self.queue.empty():
                 break
-            number = min(at_work, key=at_work.__getitem__, default=-1)
-            if monotonic() - at_work.get(number, math.inf) > self.ppo.reward_timeout:
+            slowest = min(at_work, key=attrgetter("since"), default=None)
+            if slowest and monotonic() - slowest.since > self.ppo.reward_timeout:
                 raise UserCodeError(
-                    f"the rollout {self.ppo.rollout} on example {self.rows[number][0]} took longer than "
+                    f"the rollout {self.ppo.rollout} on example {slowest.index} took longer than "
                     f"ppo.reward_timeout, {self.ppo.reward_timeout:g} s, beside its calls of the model"
                 )
             try:
@@ -208,16 +224,17 @@ class Episodes(Requests):
                     break
                 self.thread.parts.renew()
                 continue
-            if isinstance(new, UserCodeError):
-                raise new
-            found += [new] if new else []
+            if isinstance(new, Request):
+                found.append(new)
+            else:
+                new.result()  # raises what has gone wrong in it
         return found
 
     def answer(self, request: Request, completion: Completion) -> None:
-        key = request.number, request.call
-        if key in self.futures:
-            self.since.pop(request.number, None)
-        future = self.futures.pop(key, None)
+        episode = self.running.get(request.number)
+        if episode and request.call in episode.futures:
+            episode.since = math.inf
+        future = episode and episode.futures.pop(request.call, None)
 
         def deliver() -> None:
             if future and not future.done():  # the function may not wait any longer

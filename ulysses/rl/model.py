@@ -17,7 +17,7 @@ import json
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
-from operator import attrgetter
+from operator import attrgetter, index
 from typing import Any
 
 from ulysses.data.read.chat import ChatTemplate
@@ -25,7 +25,7 @@ from ulysses.data.read.messages import Message, parse_messages, parse_tools
 from ulysses.data.read.tokenizer import MARKS, PreTrainedTokenizerFast, Rendered
 from ulysses.rl.sampler import Completion
 from ulysses.rl.tool_calls import split_calls
-from ulysses.rl.trajectory import Trajectory, check_prompt
+from ulysses.rl.trajectory import Trajectory, prompt_tokens
 
 # the characters that templates may not be given
 NO_MARKS = dict.fromkeys(map(ord, MARKS), "\ufffd")
@@ -111,10 +111,13 @@ class Model:
 
     async def complete(self, tokens: Iterable[int], max_tokens: int | None = None) -> Turn:
         """Continue tokens."""
-        return await self._turn([*map(int, tokens)], max_tokens, [])
+        return await self._turn(tokens, max_tokens, [])
 
-    async def _turn(self, prompt: list[int], most: int | None, tools: list[Any]) -> Turn:
-        check_prompt(prompt, self.vocabulary, "a prompt")
+    async def _turn(self, tokens: Iterable[int], most: int | None, tools: list[Any]) -> Turn:
+        prompt = prompt_tokens(tokens, self.vocabulary, "a prompt")
+        most = self.max_new_tokens if most is None else index(most)
+        if most < 1:
+            raise ValueError(f"max_tokens is {most} but must be at least 1")
         room = self.longest - len(prompt)
         if room < 1:
             self.is_over = True
@@ -122,8 +125,7 @@ class Model:
                 f"{len(prompt)} tokens leave no room for a turn: ppo.max_episode_tokens is {self.longest}"
             )
         number, self.calls = self.calls, self.calls + 1
-        limit = min(room, self.max_new_tokens, max(1, most or room))
-        drawn = await self.ask(number, prompt, limit)
+        drawn = await self.ask(number, prompt, min(room, self.max_new_tokens, most))
         text = self.tokenizer.decode(drawn.tokens, skip_special_tokens=True).translate(NO_MARKS)
         content, calls = split_calls(text, tools) if tools else (text, [])
         message: dict[str, Any] = {"role": "assistant", "content": content}

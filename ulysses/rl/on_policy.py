@@ -20,12 +20,10 @@ from ulysses.config.stage_sections import NOT_OF_SAMPLING
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence
 from ulysses.parallel.random_keys import keyed_generator
+from ulysses.rl.any_sampler import AnySampler
 from ulysses.rl.samplers import (
-    AnySampler,
-    answered,
     build_sampler,
     check_sampling,
-    sample_together,
     unread_settings,
 )
 from ulysses.stages.base import Metrics, PlannedRollout, Requirements, RunParts, StepBatches
@@ -58,6 +56,11 @@ class OnPolicyStage(DistillStage):
         yield from super().check()
         if self.config.ppo.takes_rows:
             yield 'ppo.sampler is "rows" but the student samples (distill.on_policy); name servers, or leave it out'
+        if self.config.data.train_on == "all" and self.table.on_policy < 1:
+            yield (
+                'data.train_on is "all" but the student samples last answers (distill.on_policy), which it does not '
+                'tell apart; set it to "assistant"'
+            )
         if self.table.nll_weight:
             yield (
                 f"distill.nll_weight is {self.table.nll_weight:g} but answers that the student samples "
@@ -96,7 +99,7 @@ class OnPolicyStage(DistillStage):
         if not torch.is_grad_enabled():
             return super().read(source, step)
         began, dataset = time.perf_counter(), source.dataset
-        indices = source.indices(*divmod(step, source.steps_per_epoch))
+        indices = source.indices_at(step)
         rows = [list(dataset[i].sequences) for i in indices]
         lengths = dataset.lengths[indices].tolist()
         key = keyed_generator("cpu", source.seed, "on policy", step)
@@ -105,16 +108,9 @@ class OnPolicyStage(DistillStage):
         self.sampling = {"on_policy/rows": len(prompts) / len(rows)}
         if prompts:
             self.sampler.synchronise(step)
-            answers = sample_together(
-                self.sampler,
-                self.model,
-                self.mesh,
-                prompts,
-                step,
-                source.tokens_per_microbatch,
-            )
+            answers = self.sampler.sample_together(prompts, step)
             for n, answer in answers.items():
-                rows[n] = [answered(prompts[n], answer)]
+                rows[n] = [answer.after(prompts[n])]
                 lengths[n] = len(rows[n][0].tokens)
             self.sampling |= {
                 "response_length/mean": mean(len(a.tokens) for a in answers.values()),

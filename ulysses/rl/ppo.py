@@ -6,7 +6,9 @@
 
 ppo.advantage chooses how A is computed (ulysses.rl.advantages), ppo.ratio whether rho is that of a token or of its
 answer. The means run over the answers' tokens of one optimizer step, with the weights that loss_aggregation gives them.
-`read` makes the rollouts (ulysses.rl.rollout); the losses read their columns.
+Steps read rollouts (ulysses.rl.rollout), and the losses their columns:
+
+steps   | rollout 0: pass 0 (minibatch 0 .. m-1), pass 1 (...) | rollout 1: ... |
 """
 
 from collections.abc import Callable, Iterator
@@ -15,19 +17,20 @@ from itertools import count
 from pathlib import Path
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from losses.ppo import kl_estimate, ppo_policy_loss, ppo_value_loss
 from ulysses.config.stage_sections import PpoSection, is_function
-from ulysses.data.serve.dataset import TokenizedDataset
-from ulysses.data.serve.steps import StepLoader
-from ulysses.parallel.batch import ShardedBatch
+from ulysses.data.serve.dataset import Example, TokenizedDataset
+from ulysses.data.serve.steps import StepLoader, shuffled
+from ulysses.parallel.batch import ShardedBatch, pack_shard
 from ulysses.parallel.sums import segment_sums
-from ulysses.rl.advantages import ADVANTAGES, OPPOSED
+from ulysses.rl.advantages import OPPOSED
 from ulysses.rl.rewards import Rewards
-from ulysses.rl.rollout import SCORES, RolloutMaker, RolloutSteps, answer_metrics
+from ulysses.rl.rollout import SCORES, RolloutMaker, answer_metrics
 from ulysses.rl.rollout_dataset import Rollout
 from ulysses.rl.samplers import build_sampler, check_sampling, unread_settings
 from ulysses.rl.trajectory import Trajectory, episodes_of
@@ -109,7 +112,7 @@ class PpoStage(ReferencedStage):
                 f"ppo.reward names several reward models ({', '.join(ppo.reward)}) but only one is computed; serve the "
                 "others by http"
             )
-        if ADVANTAGES[ppo.advantage].needs_group and ppo.answers_per_prompt < 2:
+        if ppo.compares_answers and ppo.answers_per_prompt < 2:
             yield (
                 f'ppo.advantage = "{ppo.advantage}" compares the answers to a prompt but ppo.answers_per_prompt is 1; '
                 "set it to at least 2 (commonly 8)"
@@ -144,6 +147,11 @@ class PpoStage(ReferencedStage):
             )
         if ppo.kl_coefficient:
             yield from super().check()
+            if (ppo.kl_in, ppo.kl_estimator) == ("loss", "k1"):
+                yield (
+                    'ppo.kl_in is "loss" but the gradient of ppo.kl_estimator = "k1" in a loss is zero on average; set '
+                    'it to "k3", or kl_in to "reward"'
+                )
 
     @property
     def trained_type(self) -> str:
@@ -151,18 +159,11 @@ class PpoStage(ReferencedStage):
 
     def check_data(self, train: TokenizedDataset) -> Iterator[str]:
         if self.table.takes_rows:
-            from ulysses.rl.rows import unfit_advantages
+            from ulysses.rl.rows import unfit_rows
 
-            given, advantage = train.columns["given"], self.table.advantage
-            yield from filter(None, [unfit_advantages(given, self.table)])
-            groups = len({*train.columns["prompt_id"].tolist()})
             # a program's own loop may name a single row, for the plan alone
-            is_alone = groups == len(given) > 1 and not given.any()
-            if ADVANTAGES[advantage].needs_group and is_alone:
-                yield (
-                    f'ppo.advantage = "{advantage}" compares the rows of a group but every group has one row; give one '
-                    "group to the rows that answer the same"
-                )
+            groups = len({*train.columns["prompt_id"].tolist()}) if len(train) > 1 else 0
+            yield from filter(None, [unfit_rows(groups, train.columns["given"], self.table)])
 
     @property
     def grouped(self) -> Callable | None:
@@ -180,7 +181,6 @@ class PpoStage(ReferencedStage):
     def requirements(self) -> Requirements:
         ppo, base = self.table, super().requirements
         prompts, answers = base.longest_example, ppo.answers_per_prompt
-        needs_value = ADVANTAGES[ppo.advantage].needs_value
         models = base.models
         if ppo.reward_model:
             models += (AuxiliaryModel("reward", "ppo.reward", ppo.reward_model),)
@@ -202,8 +202,8 @@ class PpoStage(ReferencedStage):
             extra_forwards=1 / ppo.epochs,
             # entropies take several more passes over the logits
             logit_bytes=base.logit_bytes + 32,
-            value=needs_value,
-            scopes={"policy": 1.0, "value": ppo.value_lr_factor} if needs_value else None,
+            value=ppo.needs_value,
+            scopes={"policy": 1.0, "value": ppo.value_lr_factor} if ppo.needs_value else None,
             models=tuple(model._replace(passes=1 / ppo.epochs) for model in models),
             rollout=rollout,
         )
@@ -225,19 +225,7 @@ class PpoStage(ReferencedStage):
             episodes = EpisodeLoop(ppo, parts, longest)
             parts.resources.callback(episodes.close)
         stage = super().build(parts)
-        maker = RolloutMaker(
-            engine=parts.engine,
-            mesh=parts.mesh,
-            ppo=ppo,
-            sampler=sampler,
-            episodes=episodes,
-            tokens_per_microbatch=parts.tokens_per_microbatch,
-            share_prompts=parts.share_prompts,
-            reference=stage.reference,
-            reward=reward,
-            scorer=parts.frozen.get("reward"),
-            phase=parts.phase,
-        )
+        maker = RolloutMaker(stage, parts, sampler, reward, episodes)
         if ppo.rollouts_ahead:
             parts.resources.callback(sampler.close)
         return replace(stage, maker=maker)
@@ -248,13 +236,41 @@ class PpoStage(ReferencedStage):
     # ---------------------------------------------------------------- what the loop reads
 
     def read(self, source: StepLoader, step: int) -> StepBatches:
-        """Return what a step reads of its rollout, which is made first, unless it is the current one."""
-        return super().read(RolloutSteps(self.maker, source, self.total_steps(source)), step)
+        trained = []
+        for examples in self.micro_batches(source, step):
+            packed = [sequence for example in examples for sequence in example.sequences]
+            trained.append(pack_shard(packed, self.mesh, self.model.device))
+        return StepBatches(trained)
+
+    def micro_batches(self, source: StepLoader, step: int) -> list[list[Example]]:
+        """Return the examples of a step's micro-batches; its rollout is made first, unless it is the current one."""
+        maker, per_rollout = self.maker, self.table.steps_per_rollout
+        number = step // per_rollout
+        if maker.rollout is None or maker.rollout.number != number:
+            is_last = (number + 1) * per_rollout >= self.total_steps(source)
+            ahead = self.table.rollouts_ahead and not is_last
+            following = source.indices_at(number + 1) if ahead else None
+            maker.rollout = maker.make(
+                number, source.dataset, source.indices_at(number), following
+            )
+        # a checkpoint's rollout was laid out for the micro-batches of other processes, which may have been longer
+        longest = max(
+            source.tokens_per_microbatch, int(maker.rollout.sequence_lengths.sum(1).max())
+        )
+        longer = replace(source, tokens_per_microbatch=longest)
+        return longer.micro_batches(maker.rollout, self.rollout_examples(source, step))
+
+    def rollout_examples(self, source: StepLoader, step: int) -> list[int]:
+        """Return the examples of a step of the current rollout; every pass takes its groups in a new order."""
+        rollout, ppo = self.maker.rollout, self.table
+        pass_number, minibatch = divmod(step % ppo.steps_per_rollout, ppo.minibatches)
+        groups = int(rollout.groups[-1]) + 1
+        order = shuffled(groups, source.seed, rollout.number, pass_number)
+        return rollout.examples(np.array_split(order, ppo.minibatches)[minibatch].tolist())
 
     def trained_examples(self, source: StepLoader, step: int) -> str:
-        steps = RolloutSteps(self.maker, source)
-        numbers = steps.indices(*divmod(step, steps.steps_per_epoch))
-        return f"examples {numbers[:8]} ... of rollout {self.maker.rollout.number}"
+        numbers = self.rollout_examples(source, step)[:8]
+        return f"examples {numbers} ... of rollout {self.maker.rollout.number}"
 
     # ---------------------------------------------------------------- the loss
 
@@ -288,7 +304,7 @@ class PpoStage(ReferencedStage):
             "loss/policy_avg": policy_losses,
         }
         trained = [(policy_losses, 1.0)]
-        if ADVANTAGES[ppo.advantage].needs_value:
+        if ppo.needs_value:
             value = ppo_value_loss(
                 out.values, columns["old_values"], columns["returns"], ppo.value_clip
             )
@@ -333,7 +349,7 @@ class PpoStage(ReferencedStage):
             answers: list[list[Trajectory]] = []
             for k in range(loader.steps_per_epoch):
                 prompts = loader.indices(0, k)
-                self.maker.phase("sampling")
+                self.maker.parts.phase("sampling")
                 number = next(numbers)
                 local = self.maker.draw(number, loader.dataset, prompts)
                 made = self.maker.scored(number, loader.dataset, local)

@@ -32,10 +32,11 @@ from typing import TYPE_CHECKING
 
 from ulysses.config.section import LARGEST, ConfigError, UserCodeError, collecting, visible
 from ulysses.config.stage_sections import PpoSection, is_function
-from ulysses.rl.servers import post
+from ulysses.rl.servers import call
 
 if TYPE_CHECKING:  # every worker imports this file, and needs no torch
     from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
+    from ulysses.rl.trajectory import Trajectory
 
 HERE = Path(__file__).parents[1]
 Reward = Callable[..., object]  # what users write: it may return anything
@@ -71,7 +72,7 @@ def _ask_server(
         {"prompt": prompt, "completion": completion, "row": row}
         for prompt, completion, row in zip(prompts, completions, rows)
     ]
-    return post(url, {"rows": body}, timeout * len(body))["scores"]
+    return call(url, {"rows": body}, timeout=timeout * len(body))["scores"]
 
 
 @dataclass
@@ -116,28 +117,24 @@ class Rewards:
         for process in self.processes.values():
             process.kill()
 
-    def __call__(
-        self,
-        prompts: list[list[int]],
-        answers: list[list[int]],
-        rows: list[Row],
-        indices: list[int],
-    ) -> list[dict[str, float]]:
-        """Return each answer's scores by the names of the functions and servers.
+    def __call__(self, answers: "list[Trajectory]", row_of: Callable[[int], Row]) -> None:
+        """Give answers their scores, by the names of the functions and servers.
 
         Args:
-            prompts, answers: tokens.
-            rows: the data row of each prompt.
-            indices: the number of each row, which error messages name.
+            row_of: returns a data row by its number, which error messages name.
 
         Raises UserCodeError if one fails, takes too long, or returns no finite number; it names the example if it can.
         """
         if not answers:
-            return []
+            return
         decode = partial(self.tokenizer.decode, skip_special_tokens=True)
-        batch = [*map(decode, prompts)], [*map(decode, answers)], rows
+        indices = [one.row for one in answers]
+        prompts = [decode(one.prompt) for one in answers]
+        texts = [decode(one.tokens) for one in answers]
+        batch = prompts, texts, [*map(row_of, indices)]
         columns = [self._scores(name, batch, indices) for name in self.names]
-        return [dict(zip(self.names, scores)) for scores in zip(*columns, strict=True)]
+        for one, *scores in zip(answers, *columns, strict=True):
+            one.scores = dict(zip(self.names, scores))
 
     def _scores(self, name: str, batch: Batch, indices: list[int]) -> list[float]:
         """Return the scores of all answers by one function."""

@@ -17,10 +17,10 @@ them.
 """
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from typing import Any
 
@@ -31,19 +31,17 @@ from torch import Tensor
 
 from losses.ppo import MAX_LOG_RATIO, kl_estimate, token_rewards
 from ulysses.config.section import LARGEST
-from ulysses.config.stage_sections import PpoSection
-from ulysses.data.serve.dataset import Example, TokenizedDataset
-from ulysses.data.serve.steps import StepLoader, shuffled
+from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.parallel.batch import ShardedBatch
-from ulysses.parallel.mesh import ParallelMesh, gather
-from ulysses.rl.advantages import ADVANTAGES, OPPOSED
+from ulysses.parallel.mesh import gather
+from ulysses.rl.advantages import OPPOSED, advantages_of
+from ulysses.rl.any_sampler import AnySampler
 from ulysses.rl.rollout_dataset import Rollout
-from ulysses.rl.samplers import AnySampler
 from ulysses.rl.servers import in_thread
 from ulysses.rl.trajectory import Trajectory, episodes_of
+from ulysses.stages.base import RunParts
 from ulysses.stages.passes import token_values
-from ulysses.stages.referenced import REFERENCE_GAP, REFERENCE_LOGPS
-from ulysses.zero.engine import ZeroEngine
+from ulysses.stages.referenced import REFERENCE_GAP, REFERENCE_LOGPS, ReferencedStage
 
 SCORES = "objective/scores"  # the metric that an evaluation is judged by
 
@@ -75,46 +73,38 @@ def answer_metrics(episodes: list[list[Trajectory]]) -> dict[str, Tensor]:
     }
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class RolloutMaker:
     """Make rollouts with the current weights; all ranks call every method together.
 
     Args:
-        engine: trains models.scored.PolicyValue, or CausalLM without a value.
-        ppo: the [ppo] table.
-        episodes: runs episodes of rows (an EpisodeLoop); None if prompts are answered.
+        stage: trains models.scored.PolicyValue, or CausalLM without a value.
+        parts: of the run.
         sampler: decodes this rank's answers with the current weights, in this process or on servers.
-        tokens_per_microbatch: the most tokens of a packed micro-batch.
-        share_prompts: whether answers to one prompt that fit into a micro-batch share it.
-        reference: (batch, temperature) -> the reference's log-probabilities [S]; None without a KL penalty.
         reward: scores answers by functions and servers (ulysses.rl.rewards.Rewards); None if there are none.
-        scorer: a frozen engine around models.scored.RewardModel, which gives one more score; or None.
-        phase: is called with the name of every phase of the work.
+        episodes: runs episodes of rows (an EpisodeLoop); None if prompts are answered.
         show: is called with every finished rollout.
         rollout: the current one, whose steps are being trained.
 
     Attributes:
         ahead: this rank's part of the next rollout, which servers answer while the current one is trained.
         collected: when the last rollout's answers had come.
-        asked: a step, and how often a program has sampled after it (ulysses/run/own_loop.py).
+        calls: how often a program has sampled after a step (ulysses/run/own_loop.py).
     """
 
-    engine: ZeroEngine
-    mesh: ParallelMesh
-    ppo: PpoSection
+    stage: ReferencedStage
+    parts: RunParts
     sampler: AnySampler
-    tokens_per_microbatch: int
-    share_prompts: bool = False
-    reference: Callable[..., Tensor] | None = None
-    reward: Callable[..., list[dict[str, float]]] | None = None
+    reward: Callable[..., None] | None = None
     episodes: Any = None
-    scorer: ZeroEngine | None = None
-    phase: Callable[..., None] = lambda *_, **__: None
     show: Callable[[Rollout], None] = lambda rollout: None
     rollout: Rollout | None = None
     ahead: Future[list[Trajectory]] | None = None
     collected: float | None = None
-    asked: tuple[int, int] = (-1, 0)
+    calls: Counter[int] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.ppo, self.mesh = self.stage.table, self.stage.mesh
 
     # ---------------------------------------------------------------- answers
 
@@ -135,7 +125,7 @@ class RolloutMaker:
             found = rows.trajectories(indices, self.sampler.options.stop_tokens)
             return self.made_of(number, found)
         began, K = time.perf_counter(), self.ppo.answers_per_prompt
-        self.phase("sampling")
+        self.parts.phase("sampling")
         is_new = self.ahead is None
         if is_new:
             self.synchronise(number)
@@ -160,7 +150,8 @@ class RolloutMaker:
 
     def synchronise(self, rollout: int = 0) -> None:
         """Bring the sampler the current weights, when the answers that are being drawn have come to all ranks."""
-        wait(filter(None, [self.ahead]))
+        if self.ahead:
+            wait([self.ahead])
         gather(None)  # rank 0 may pause the servers of the others
         self.sampler.synchronise(rollout)
 
@@ -178,7 +169,7 @@ class RolloutMaker:
             drawn = self.episodes.draw(given, self.sampler, number)
             return [replace(one, group=one.episode // each) for one in drawn]
         prompts = {row: dataset[row].sequences[0].tokens.tolist() for row in {*rows.values()}}
-        to_answer = {n: torch.tensor(prompts[row]) for n, row in rows.items()}
+        to_answer = {n: prompts[row] for n, row in rows.items()}
         completions = self.sampler.sample(to_answer, number)
         return [
             Trajectory(
@@ -198,25 +189,17 @@ class RolloutMaker:
         self, number: int, dataset: TokenizedDataset, local: list[Trajectory]
     ) -> Rollout:
         """Score this rank's answers, and lay out those of all ranks."""
-        self.phase("reward")
+        self.parts.phase("reward")
         # the last branch stands for an episode, whose function may have scored it
         lasts = [last for *_, last in episodes_of(local) if not last.scores]
         if self.reward is not None:
-            rows = [one.row for one in lasts]
-            scores = self.reward(
-                [one.prompt for one in lasts],
-                [one.tokens for one in lasts],
-                [dataset.row(row) for row in rows],
-                rows,
-            )
-            for one, by_reward in zip(lasts, scores, strict=True):
-                one.scores = by_reward
-        self.phase("rollout")
+            self.reward(lasts, dataset.row)
+        self.parts.phase("rollout")
         trajectories = sorted(chain(*gather(local)), key=lambda one: one.episode)
         rollout = self.laid_out(number, trajectories)
-        if self.scorer is not None:
-            with self.scorer.inference():
-                values = self._values(rollout, self.scorer)
+        if scorer := self.parts.frozen.get("reward"):
+            with scorer.inference():
+                values = self._values(rollout, scorer)
             scores_by_model = values[rollout.ends - 1].tolist()
             for one, score in zip(rollout.trajectories, scores_by_model, strict=True):
                 if self.ppo.rollout not in one.scores:
@@ -236,7 +219,7 @@ class RolloutMaker:
 
     def made_of(self, number: int, trajectories: list[Trajectory]) -> Rollout:
         """Make a rollout of trajectories that were drawn and scored elsewhere, all of which every rank has."""
-        self.phase("rollout")
+        self.parts.phase("rollout")
         began, rollout = time.perf_counter(), self.laid_out(number, trajectories)
         self.complete(rollout)
         rollout.metrics["time/rollout"] = time.perf_counter() - began
@@ -246,10 +229,9 @@ class RolloutMaker:
         return Rollout.of(
             number,
             trajectories,
-            tokens_per_microbatch=self.tokens_per_microbatch * self.share_prompts,
+            tokens_per_microbatch=self.parts.tokens_per_microbatch * self.parts.share_prompts,
             by_length=self.ppo.loss_aggregation == "sequence",
-            share_drawn=self.ppo.ratio == "token"
-            and not ADVANTAGES[self.ppo.advantage].needs_value,
+            share_drawn=self.ppo.ratio == "token" and not self.ppo.needs_value,
         )
 
     def complete(self, rollout: Rollout) -> None:
@@ -262,14 +244,12 @@ class RolloutMaker:
     def _policy_and_reference(self, batch: ShardedBatch) -> Tensor:
         """Return the policy's log-probabilities and values and the reference's log-probabilities, [S, 3]."""
         temperature = self.ppo.temperature
-        with self.engine.inference():
-            out = self.engine(batch, temperature=temperature)
-        needs_value = ADVANTAGES[self.ppo.advantage].needs_value
-        values = out.values if needs_value else torch.zeros_like(out.logps)
-        reference = out.logps
-        if self.reference is not None:
-            reference = self.reference(batch, temperature=temperature)
-        return torch.stack([out.logps, values, reference], dim=-1)
+        model, reference = self.stage.model, self.stage.reference
+        with model.inference():
+            out = model(batch, temperature=temperature)
+        values = out.values if self.ppo.needs_value else torch.zeros_like(out.logps)
+        base = reference(batch, temperature=temperature) if reference else out.logps
+        return torch.stack([out.logps, values, base], dim=-1)
 
     def _values(
         self, rollout: Rollout, compute: Callable[[ShardedBatch], Tensor], *columns: int
@@ -280,9 +260,7 @@ class RolloutMaker:
             compute,
             rollout.sequence_lengths[examples].sum(axis=1).tolist(),
             lambda i: rollout[examples[i]].sequences,
-            self.mesh,
-            self.engine.device,
-            self.tokens_per_microbatch,
+            self.parts,
             *columns,
         )
 
@@ -311,11 +289,13 @@ class RolloutMaker:
             missing_eos_penalty=ppo.missing_eos_penalty,
             has_eos=ended,
         )
-        compute = ADVANTAGES[ppo.advantage].compute
-        columns, of_advantages = compute(rewards, values, cu_seqlens, rollout.trajectories, ppo)
+        columns, of_advantages = advantages_of(
+            rewards, values, cu_seqlens, rollout.trajectories, ppo
+        )
         if rollout.trajectories[0].advantages:  # then all have them
             given = [np.array(one.advantages)[one.sampled] for one in rollout.trajectories]
             columns["advantages"] = torch.from_numpy(np.concatenate(given)).double()
+            of_advantages = {}  # which are of the rewards
         columns["old_logps"] = old
         if ppo.kl_in != "reward":
             columns[REFERENCE_LOGPS] = reference
@@ -358,52 +338,3 @@ class RolloutMaker:
             held[OPPOSED] = opposed
         held["weights"] = rollout.held(weights).roll(1)
         rollout.columns |= {name: column.float() for name, column in held.items()}
-
-
-@dataclass(eq=False)
-class RolloutSteps:
-    """Serve the optimizer steps of rollouts, with the methods of a StepLoader that a stage reads by.
-
-    steps of an epoch   | rollout 0: pass 0 (minibatch 0 .. m-1), pass 1 (...) | rollout 1: ... |
-
-    A rollout is made when `step` is first called for one of its steps. Each of `ppo.epochs` passes takes its prompts in
-    a new order, in `ppo.minibatches` steps. All ranks call every method together.
-
-    Args:
-        prompts: the loader whose step k holds the prompts of rollout k of the epoch.
-        total_steps: of the run; a rollout behind them is not asked for ahead.
-    """
-
-    maker: RolloutMaker
-    prompts: StepLoader
-    total_steps: int = 0
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.prompts.steps_per_epoch * self.maker.ppo.steps_per_rollout
-
-    def step(self, epoch: int, k: int) -> list[list[Example]]:
-        """Return this group's micro-batches of step k; its rollout is made first, unless it is the current one."""
-        prompts, maker = self.prompts, self.maker
-        of_epoch = k // maker.ppo.steps_per_rollout
-        number = epoch * prompts.steps_per_epoch + of_epoch
-        if maker.rollout is None or maker.rollout.number != number:
-            indices, following = prompts.indices(epoch, of_epoch), None
-            later = (number + 1) * maker.ppo.steps_per_rollout
-            if maker.ppo.rollouts_ahead and later < self.total_steps:
-                following = prompts.indices(*divmod(number + 1, prompts.steps_per_epoch))
-            maker.rollout = maker.make(number, prompts.dataset, indices, following)
-        # a checkpoint's rollout was laid out for the micro-batches of other processes, which may have been longer
-        longest = int(maker.rollout.sequence_lengths.sum(1).max())
-        if longest > prompts.tokens_per_microbatch:
-            prompts = replace(prompts, tokens_per_microbatch=longest)
-        return prompts.micro_batches(maker.rollout, self.indices(epoch, k))
-
-    def indices(self, epoch: int, k: int) -> list[int]:
-        """Return the examples of step k of the current rollout, in a fixed order."""
-        rollout, ppo = self.maker.rollout, self.maker.ppo
-        pass_number, minibatch = divmod(k % ppo.steps_per_rollout, ppo.minibatches)
-        order = shuffled(
-            int(rollout.groups[-1]) + 1, self.prompts.seed, rollout.number, pass_number
-        )
-        return rollout.examples(np.array_split(order, ppo.minibatches)[minibatch].tolist())

@@ -33,20 +33,18 @@ class TrajectoryGroups:
     def __len__(self) -> int:
         return len(self.members)
 
-    def __getitem__(self, index: int) -> list[Columns]:
-        """Return the rows of a group."""
-        found = []
-        for example in (self.rows[n] for n in self.members[index].tolist()):
-            row = example.sequences[0]
-            arrays = {"tokens": row.tokens, "weights": row.loss_weights, **row.token_columns}
-            found.append({**arrays, **example.columns})
-        return found
-
     def trajectories(
         self, indices: Iterable[int], stop_tokens: Collection[int]
     ) -> list[Trajectory]:
         """Return the trajectories of these groups."""
-        return trajectories_of((self[i] for i in indices), stop_tokens)
+        groups = ([*map(self._columns, self.members[i].tolist())] for i in indices)
+        return trajectories_of(groups, stop_tokens)
+
+    def _columns(self, row: int) -> Columns:
+        example = self.rows[row]
+        whole = example.sequences[0]
+        arrays = {"tokens": whole.tokens, "weights": whole.loss_weights}
+        return {**arrays, **whole.token_columns, **example.columns}
 
     def sizes(self, indices: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of the rows of these groups, and how many more each has in common with another, [N, 1]."""
@@ -86,13 +84,19 @@ def trajectories_of(
     return found
 
 
-def unfit_advantages(given: np.ndarray, ppo: PpoSection) -> str:
-    """Return why rows, of which these have advantages, cannot be trained on, or nothing."""
-    in_reward = ppo.kl_coefficient and ppo.kl_in == "reward"
-    if not given.any() or (given.all() and ppo.advantage != "gae" and not in_reward):
+def unfit_rows(groups: int, given: np.ndarray, ppo: PpoSection) -> str:
+    """Return why rows of so many groups, of which these have advantages, cannot be trained on, or nothing."""
+    compares = ppo.compares_answers and not given.any()
+    if compares and 0 < groups == len(given):
+        return (
+            f'ppo.advantage = "{ppo.advantage}" compares the rows of a group but every group has one row; give one '
+            "group to the rows that answer the same"
+        )
+    in_reward = ppo.missing_eos_penalty or (ppo.kl_coefficient and ppo.kl_in == "reward")
+    if not given.any() or (given.all() and not ppo.needs_value and not in_reward):
         return ""
     return (
-        f"{int(given.sum())} of {len(given)} rows have advantages, which train no value and contain no KL; give all "
-        'or none of them, and set ppo.advantage to another one than "gae", and ppo.kl_in = "loss" or '
-        "ppo.kl_coefficient = 0"
+        f"{int(given.sum())} of {len(given)} rows have advantages, which train no value and contain no KL and no "
+        'penalty; give all or none of them, and set ppo.advantage to another one than "gae", ppo.kl_coefficient = 0 or '
+        'ppo.kl_in = "loss" with k3, and ppo.missing_eos_penalty = 0'
     )

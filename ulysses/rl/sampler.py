@@ -15,7 +15,7 @@ E head dim, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -31,6 +31,7 @@ from models.arch import ModelConfig
 from models.kinds import empty_model
 from models.ops.rotary import rotary_tables
 from models.self_attention import SelfAttention
+from ulysses.parallel.batch import Sequence
 from ulysses.parallel.random_keys import STEP, scatter_bits, seed_of, uniform_bits, wrapped
 from ulysses.rl.states import HELD, States
 
@@ -73,6 +74,10 @@ class Completion:
     logps: list[float] = field(default_factory=list)
     ended: bool = False
 
+    def after(self, prompt: list[int]) -> Sequence:
+        """Return a prompt with this answer, which is trained."""
+        return Sequence(prompt + self.tokens, [0.0] * len(prompt) + [1.0] * len(self.tokens))
+
 
 class Request(NamedTuple):
     """A completion of at most `limit` tokens; `call` is its number among those of the episode or answer `number`."""
@@ -96,8 +101,8 @@ class Requests:
         completions: by the numbers of the prompts, in their order.
     """
 
-    def __init__(self, prompts: Mapping[int, Sequence[int] | Tensor], limit: int) -> None:
-        tuples = {n: tuple(torch.as_tensor(p).tolist()) for n, p in prompts.items()}
+    def __init__(self, prompts: Mapping[int, Iterable[int]], limit: int) -> None:
+        tuples = {n: tuple(map(int, prompt)) for n, prompt in prompts.items()}
         self.count = len(tuples)
         self.longest = max(map(len, tuples.values()), default=0) + limit
         self.completions = {n: Completion() for n in tuples}

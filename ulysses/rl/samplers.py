@@ -1,24 +1,17 @@
 """Choose who samples: this process with the weights that it trains, or servers (ppo.sampler)."""
 
-from collections.abc import Iterator, Mapping
-from itertools import chain
+from collections.abc import Iterator
 
-import numpy as np
 import torch
 
 from ulysses.config.schema import Config
 from ulysses.config.stage_sections import PpoSection
-from ulysses.parallel.batch import Sequence
-from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.rl.advantages import ADVANTAGES
+from ulysses.rl.any_sampler import AnySampler
 from ulysses.rl.engine_sampler import EngineSampler
 from ulysses.rl.outside_sampler import OutsideSampler
-from ulysses.rl.sampler import Completion, SamplingOptions
+from ulysses.rl.sampler import SamplingOptions
 from ulysses.stages.base import RunParts
-from ulysses.stages.passes import token_values
-from ulysses.zero.engine import ZeroEngine
-
-AnySampler = EngineSampler | OutsideSampler
 
 
 def unread_settings(ppo: PpoSection) -> dict[str, tuple[str, ...]]:
@@ -26,29 +19,24 @@ def unread_settings(ppo: PpoSection) -> dict[str, tuple[str, ...]]:
 
     What a loss term reads may stand where its weight is 0, or where there is no value: it is switched on with one word.
     """
-    modes = (
-        (
-            ppo.takes_rows,
-            'ppo.sampler is "rows", which are drawn and scored elsewhere',
-            (
-                *("data.eval", "run.eval_every", "run.patience", "run.samples"),
-                *("ppo.reward", "ppo.rollout", "ppo.sampler_"),
-            ),
-        ),
-        (not ppo.sampler, "ppo.sampler names no servers", ("ppo.sampler_", "ppo.rollouts_")),
-        (
-            ppo.sampler and ppo.sampler_sync != "disk",
-            f'ppo.sampler_sync is "{ppo.sampler_sync}", which needs no disk',
-            ("ppo.sampler_folder", "ppo.sampler_reload"),
-        ),
-        (not ppo.rollout, "there is no ppo.rollout", ("ppo.max_episode_tokens",)),
-        (True, f'ppo.advantage is "{ppo.advantage}"', ADVANTAGES[ppo.advantage].unread),
-    )
-    return {
-        f"not read, because {mode}; change that, or leave this out": names
-        for is_chosen, mode, names in modes
-        if is_chosen
-    }
+    found: dict[str, tuple[str, ...]] = {}
+
+    def leave_out(mode: str, *names: str) -> None:
+        found[f"not read, because {mode}; change that, or leave this out"] = names
+
+    if ppo.takes_rows:
+        names = "data.eval", "data.truncation", "run.eval_every", "run.patience", "run.samples"
+        rows = 'ppo.sampler is "rows", which are drawn and scored elsewhere'
+        leave_out(rows, *names, "ppo.reward", "ppo.rollout", "ppo.sampler_")
+    elif not ppo.sampler:
+        leave_out("ppo.sampler names no servers", "ppo.sampler_", "ppo.rollouts_")
+    elif ppo.sampler_sync != "disk":
+        mode = f'ppo.sampler_sync is "{ppo.sampler_sync}", which needs no disk'
+        leave_out(mode, "ppo.sampler_folder", "ppo.sampler_reload")
+    if not ppo.rollout:
+        leave_out("there is no ppo.rollout", "ppo.max_episode_tokens")
+    leave_out(f'ppo.advantage is "{ppo.advantage}"', *ADVANTAGES[ppo.advantage])
+    return found
 
 
 def check_sampling(config: Config, longest: int) -> Iterator[str]:
@@ -63,50 +51,6 @@ def check_sampling(config: Config, longest: int) -> Iterator[str]:
             f"batch.tokens_per_microbatch is {budget} but {parts} is {longest}; raise it to at least {longest}, or "
             "lower one of them"
         )
-
-
-def sample_together(
-    sampler: AnySampler,
-    engine: ZeroEngine,
-    mesh: ParallelMesh,
-    prompts: Mapping[int, list[int]],
-    number: int,
-    tokens_per_microbatch: int,
-) -> dict[int, Completion]:
-    """Answer prompts, each on one rank, and return all completions by the prompts' numbers; all ranks call it together.
-
-    Where servers have just had their first weights, those that fit into a micro-batch are compared with the trainer's.
-
-    Args:
-        number: of the rollout, from which random numbers follow.
-    """
-    mine = [*prompts][mesh.rank :: mesh.world_size]
-    drawn = gather(sampler.sample({n: torch.tensor(prompts[n]) for n in mine}, number))
-    found = dict(sorted(chain(*(each.items() for each in drawn))))
-    rows = {n: answered(prompts[n], answer) for n, answer in found.items()}
-    rows = {n: row for n, row in rows.items() if len(row.tokens) <= tokens_per_microbatch}
-    if sampler.wants_gap and rows:
-        compared = [*rows.values()]
-        with engine.inference():
-            ours = token_values(
-                lambda batch: engine(batch, temperature=sampler.options.temperature).logps,
-                [len(row.tokens) for row in compared],
-                lambda i: [compared[i]],
-                mesh,
-                engine.device,
-                tokens_per_microbatch,
-            )
-        # row i predicts token i + 1, and the first token of a prompt is not drawn
-        drawn = np.roll(np.concatenate([row.loss_weights for row in compared]), -1)
-        theirs = torch.tensor([logp for n in rows for logp in found[n].logps])
-        sampler.check_gap((ours[drawn > 0] - theirs).abs().mean().item())
-    return found
-
-
-def answered(prompt: list[int], completion: Completion) -> Sequence:
-    """Return a prompt with its answer, which is trained."""
-    tokens = prompt + completion.tokens
-    return Sequence(tokens, np.arange(len(tokens)) >= len(prompt))
 
 
 def build_sampler(config: Config, parts: RunParts, *, longest: int) -> AnySampler:
@@ -130,16 +74,4 @@ def build_sampler(config: Config, parts: RunParts, *, longest: int) -> AnySample
         return EngineSampler(
             parts.engine, parts.mesh, options, automatic, config.model, parts.renew
         )
-    return OutsideSampler(
-        ppo,
-        parts.export,
-        parts.served_weights,
-        config.sampler_folder,
-        parts.mesh.is_main,
-        options,
-        longest=longest,
-        vocabulary=shape.vocab_size,
-        float32=config.model.dtype == "float32",
-        renew=parts.renew,
-        say=parts.say,
-    )
+    return OutsideSampler(config, parts, options, longest)

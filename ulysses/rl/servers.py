@@ -28,47 +28,20 @@ class RefusedError(OSError):
     """A server takes no requests: nothing listens at its address, or it answers that it is not available (503)."""
 
 
-def post(url: str, body: Json, timeout: float, attempts: int = 3) -> Json:
-    """POST a value as JSON, with the key in ULYSSES_API_KEY, and return the answer's JSON, or None if it is empty.
+def call(url: str, body: Json = None, *, timeout: float, attempts: int = 3) -> Json:
+    """POST a value as JSON or, without one, GET; return the answer's JSON, or None if it is empty.
 
-    The whole answer must come within `timeout` seconds: a request that takes longer is not sent again. After any other
-    failure it is sent again, up to so many attempts. A redirect is a failure: it would not carry the body along.
+    The key in ULYSSES_API_KEY goes along. The whole answer must come within `timeout` seconds: a request that takes
+    longer is not sent again. After any other failure a POST is sent again, up to so many attempts, and a GET if the
+    server takes no requests. A redirect is a failure: it would not carry the body along.
 
     Raises OSError if the server fails, and ValueError if its answer is not JSON or is nested too deeply.
     """
-    return _request("POST", url, json.dumps(body, default=str).encode(), timeout, attempts)
-
-
-def get(url: str, timeout: float) -> Json:
-    """GET JSON with the same key, or None if the server does not give it, as where it knows no such path.
-
-    Raises RefusedError if the server takes no requests at three attempts.
-    """
-    try:
-        return _request("GET", url, b"", timeout, 3)
-    except RefusedError:
-        raise
-    except (OSError, ValueError):
-        return None
-
-
-def is_up(url: str, timeout: float) -> bool:
-    """Return whether a GET is answered in time, by anything but that the server is not available."""
-    try:
-        _request("GET", url, b"", timeout, 3)
-    except (RefusedError, TimeoutError):
-        return False
-    except (OSError, ValueError):
-        pass
-    return True
-
-
-def _request(method: str, url: str, data: bytes, timeout: float, attempts: int) -> Json:
     for pause in (PAUSE, 2 * PAUSE, None)[-attempts:]:
         try:
             # httpx limits each read, and a thread all of them, headers included
-            body = in_thread(_read, method, url, data, timeout).result(timeout)
-            return json.loads(body or "null")
+            answer = in_thread(_read, url, body, timeout).result(timeout)
+            return json.loads(answer or "null")
         except RecursionError:
             raise ValueError("it answered JSON that is nested too deeply") from None
         except (TimeoutError, httpx.TimeoutException):
@@ -78,7 +51,7 @@ def _request(method: str, url: str, data: bytes, timeout: float, attempts: int) 
             fault: Exception = kind(f"{type(error).__name__}: {error}")
         except (OSError, ValueError) as error:
             fault = error
-        if pause is None or (method == "GET" and not isinstance(fault, RefusedError)):
+        if pause is None or (body is None and not isinstance(fault, RefusedError)):
             raise fault from None
         time.sleep(pause)
 
@@ -97,26 +70,29 @@ def in_thread(function: Callable[..., Value], *args: object) -> Future[Value]:
     return result
 
 
-def _read(method: str, url: str, data: bytes, timeout: float) -> bytes:
-    body = bytearray()
+def _read(url: str, body: Json, timeout: float) -> bytes:
+    method, sent = "GET", b""
+    if body is not None:
+        method, sent = "POST", json.dumps(body, default=str).encode()
+    answer = bytearray()
     # a compressed answer may become a thousand times as large
     headers = {
         "Content-Type": "application/json",
         "Accept-Encoding": "identity",
         **api_headers(),
     }
-    with httpx.stream(method, url, content=data, headers=headers, timeout=timeout) as response:
+    with httpx.stream(method, url, content=sent, headers=headers, timeout=timeout) as response:
         if "Content-Encoding" in response.headers:
             raise OSError("it packed its answer (Content-Encoding), which was not asked for")
         for part in response.iter_raw():
-            body += part
-            if len(body) > MOST_BYTES:
+            answer += part
+            if len(answer) > MOST_BYTES:
                 raise OSError(f"it answered more than {MOST_BYTES >> 20} MiB")
     if response.status_code != 200:
-        said = body[:4096].decode(errors="replace")
+        said = answer[:4096].decode(errors="replace")
         for header in api_headers().values():  # the server may have repeated the key
             said = said.replace(header.removeprefix("Bearer "), "***")
         kind = RefusedError if response.status_code == 503 else OSError
         status = f"HTTP {response.status_code} {response.reason_phrase}"
         raise kind(f"{status} {visible(said[:300])}".strip())
-    return bytes(body)
+    return bytes(answer)

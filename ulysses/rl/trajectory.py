@@ -8,9 +8,12 @@ The trajectories of a group are a tree: they share a prompt, and branches of an 
 order each one leaves out what it has in common with the one before it (parallel/batch.py).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise, starmap
+from operator import index
+from typing import SupportsIndex
 
 import numpy as np
 
@@ -56,10 +59,15 @@ class Trajectory:
         return np.flatnonzero(self.sampled) + len(self.prompt)
 
 
-def check_prompt(prompt: list[int], vocabulary: int, name: str) -> None:
-    """Raise ValueError, which names the prompt, unless the policy knows its tokens."""
-    if not prompt or not all(0 <= token < vocabulary for token in prompt):
+def prompt_tokens(prompt: Iterable[SupportsIndex], vocabulary: int, name: str) -> list[int]:
+    """Return the tokens of a program's prompt; ValueError, which names it, unless the policy knows all of them."""
+    try:
+        tokens = [*map(index, prompt)]
+    except TypeError:  # no list of whole numbers
+        tokens = []
+    if not tokens or not all(0 <= token < vocabulary for token in tokens):
         raise ValueError(f"{name} should have tokens, and they are from 0 to {vocabulary - 1}")
+    return tokens
 
 
 def episodes_of(trajectories: list[Trajectory]) -> list[list[Trajectory]]:

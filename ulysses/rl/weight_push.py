@@ -16,9 +16,8 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -28,83 +27,128 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ulysses.config.section import UserCodeError
-from ulysses.parallel.mesh import gather
+from ulysses.rl.sampling_server import Server
 from ulysses.rl.servers import Json, in_thread
+from ulysses.stages.base import RunParts
 
 PART_BYTES = 256 << 20
 Part = list[tuple[str, Tensor]]
 
 
-@dataclass
 class WeightPush:
     """Give servers the weights; every rank has one of these.
 
     Args:
         backend: "nccl" or "gloo".
-        weights: device -> names and tensors; all ranks iterate together, and the first one gets them.
-        main: whether this is the first rank.
-        seconds: how long a server may take for a call.
-        post, get: call a server by its address: (address, path, body) and (address, path). They raise UserCodeError if
-            it fails, and `get` returns None where it knows no such path.
 
     Attributes:
-        version: what the last weights are called, which is another name at every push of every run.
-        receivers: the servers that rank 0 has met in a group, by their addresses.
+        version: what the last weights are called, which is another name at every push of every run; on rank 0.
+        groups: all workers of a server with rank 0, which sends: the group's name, and what broadcasts in it.
     """
 
-    backend: str
-    weights: Callable[[torch.device], Iterable[tuple[str, Tensor]]]
-    main: bool
-    seconds: float
-    post: Callable[[str, str, Json], Json]
-    get: Callable[[str, str], Json]
-    version: str = ""
-    receivers: dict[str, "Receiver"] = field(default_factory=dict)
+    def __init__(self, backend: str, parts: RunParts) -> None:
+        self.backend, self.parts = backend, parts
+        self.version = ""
+        self.groups: dict[Server, tuple[str, Any]] = {}
 
     @cached_property
     def device(self) -> torch.device:
-        """Where tensors are when they are sent."""
+        """Where tensors are when they are sent; a thread of its own would name the first GPU."""
         if self.backend == "gloo":
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
-    def __call__(self, addresses: list[str]) -> None:
+    def __call__(self, servers: list[Server]) -> None:
         """Push the weights; all ranks call it together. Raises UserCodeError if a server does not take them."""
-        version = gather(f"ulysses-{uuid4().hex}")[0]
-        weights = self.weights(self.device)
-        if not self.main:
-            self.version = version
+        weights = self.parts.served_weights(self.device)
+        if not self.parts.mesh.is_main:
             deque(weights, maxlen=0)
             return
 
-        def every(call: Callable[[str], None]) -> None:
-            for done in [in_thread(call, address) for address in addresses]:
+        def every(call: Callable[..., None], *args: object) -> None:
+            for done in [in_thread(call, server, *args) for server in servers]:
                 done.result()
 
         every(self._meet)
-        every(lambda address: self.receivers[address].begin())
+        every(_pause)
+        self.version = f"ulysses-{uuid4().hex}"
         for part in _parts(weights):
-            every(lambda address, part=part: self.receivers[address].send(part, version))
-        self.version = version
-        every(self._finish)
+            every(self._send, part)
+        every(self._resume)
 
-    def _told(self, address: str) -> str | None:
-        path = "/weight_info" if address.startswith("vllm") else "/model_info"
-        told = self.get(address, path)
-        return told.get("weight_version") if isinstance(told, dict) else None
-
-    def _meet(self, address: str) -> None:
+    def _meet(self, server: Server) -> None:
         # a server that was started again knows nothing of its group
-        if address not in self.receivers or self._told(address) not in (None, self.version):
-            self.receivers[address] = Receiver(self, address)
-
-    def _finish(self, address: str) -> None:
-        self.receivers[address].finish(self.version)
-        if (told := self._told(address)) not in (None, self.version):
+        if server in self.groups and server.marks()[0] in (None, self.version):
+            return
+        is_vllm, is_gloo = server.dialect == "vllm", self.backend == "gloo"
+        place = ("/get_world_size", "world_size") if is_vllm else ("/server_info", "tp_size")
+        if not isinstance(workers := server.told(*place), int):
             raise UserCodeError(
-                f"{address} holds the weights {told!r:.100} and not {self.version!r}, which it was given; look "
-                "at its log"
+                f"{server} does not tell how many workers it has ({place[0]}), which ppo.sampler_sync needs; use vLLM "
+                '0.28 or newer with VLLM_SERVER_DEV_MODE=1, SGLang 0.5, or ppo.sampler_sync = "disk"'
             )
+        size, limit = 1 + workers, timedelta(seconds=server.timeout)
+        url = urlsplit(server.url)
+        port = url.port or (443 if url.scheme == "https" else 80)
+        with socket.create_connection((url.hostname, port), server.timeout) as found:
+            host = found.getsockname()[0]  # by which the server reaches this machine
+        tcp = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        name = f"ulysses-{uuid4().hex}"
+        # the keys by which torch.distributed, and SGLang with it, finds what belongs to a group
+        store: dist.Store = tcp
+        for prefix in (name, f"{name}/", "cpu/" if is_gloo else "cuda/"):
+            store = dist.PrefixStore(prefix, store)
+        where = {"master_address": host, "master_port": tcp.port, "backend": self.backend}
+        where |= {"group_name": name}
+        if is_gloo:
+            met = in_thread(dist.ProcessGroupGloo, store, 0, size, limit)
+        else:
+            met = in_thread(_nccl_group, store, size, limit, self.device, is_vllm)
+        if is_vllm and not is_gloo:
+            # its workers look into no store of torch, and are told NCCL's own name of the group
+            where = {"nccl_unique_id_b64": base64.b64encode(store.get("0")).decode()}
+        where |= {"rank_offset": 1, "world_size": size}
+        if is_vllm:
+            call = "/init_weight_transfer_engine", {"init_info": where}
+        else:
+            call = "/init_weights_update_group", where
+        self.groups[server] = name, _call_during(met, server, *call)
+
+    def _send(self, server: Server, part: Part) -> None:
+        """Have a server load tensors."""
+        names, tensors = zip(*part)
+        name, processes = self.groups[server]
+        info = {"names": names, "shapes": [[*x.shape] for x in tensors]}
+        dtypes = [str(x.dtype).removeprefix("torch.") for x in tensors]
+        sent = in_thread(_broadcast, processes, tensors)
+        if server.dialect == "vllm":
+            info |= {"dtype_names": dtypes}
+            _call_during(sent, server, "/update_weights", {"update_info": info})
+        else:
+            info |= {"dtypes": dtypes, "group_name": name, "weight_version": self.version}
+            _call_during(sent, server, "/update_weights_from_distributed", info)
+
+    def _resume(self, server: Server) -> None:
+        """Have a server go on, and ask it which weights it holds."""
+        if server.dialect == "vllm":
+            server.tell("/finish_weight_update", {"weight_version": self.version})
+            server.tell("/reset_prefix_cache?reset_running_requests=true", {})
+            server.tell("/resume", {})
+        else:
+            server.tell("/continue_generation", {})
+        if (told := server.marks()[0]) not in (None, self.version):
+            raise UserCodeError(
+                f"{server} holds the weights {told!r:.100} and not {self.version!r}, which it was given; look at its "
+                "log"
+            )
+
+
+def _pause(server: Server) -> None:
+    if server.dialect == "vllm":
+        server.tell("/pause?mode=keep", {})
+        server.tell("/start_weight_update", {})
+    else:
+        server.tell("/pause_generation", {"mode": "retract"})
 
 
 def _parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[Part]:
@@ -120,96 +164,20 @@ def _parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[Part]:
         yield part
 
 
-class Receiver:
-    """A server, all workers of which are in a group with this process, which sends.
+def _broadcast(processes: Any, tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        processes.broadcast([tensor]).wait()
 
-    Args:
-        push: whose backend, device and calls are used.
-        address: of the server.
-    """
 
-    def __init__(self, push: WeightPush, address: str) -> None:
-        self.address, self.post = address, partial(push.post, address)
-        self.is_vllm = address.startswith("vllm")
-        path, number = (
-            ("/get_world_size", "world_size") if self.is_vllm else ("/server_info", "tp_size")
-        )
-        try:
-            size = 1 + push.get(address, path)[number]
-        except (LookupError, TypeError):
-            raise UserCodeError(
-                f"{address} does not tell how many workers it has ({path}), which ppo.sampler_sync needs; use vLLM "
-                '0.28 or newer with VLLM_SERVER_DEV_MODE=1, SGLang 0.5, or ppo.sampler_sync = "disk"'
-            ) from None
-        url, limit = urlsplit(address.partition("+")[2]), timedelta(seconds=push.seconds)
-        port = url.port or (443 if url.scheme == "https" else 80)
-        with socket.create_connection((url.hostname, port), push.seconds) as found:
-            host = found.getsockname()[0]  # by which the server reaches this machine
-        tcp = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
-        self.name = f"ulysses-{uuid4().hex}"
-        store: dist.Store = dist.PrefixStore(self.name, tcp)
-        # the keys by which torch.distributed, and SGLang with it, finds what belongs to a group
-        for prefix in (self.name, "cuda" if push.backend == "nccl" else "cpu"):
-            store = dist.PrefixStore(f"{prefix}/", store)
-        where = {"master_address": host, "master_port": tcp.port, "backend": push.backend}
-        where |= {"group_name": self.name}
-        if push.backend == "gloo":
-            met = in_thread(dist.ProcessGroupGloo, store, 0, size, limit)
-        else:
-            met = in_thread(_nccl_group, store, size, limit, push.device, self.is_vllm)
-        if self.is_vllm and push.backend == "nccl":
-            # its workers look into no store of torch, and are told NCCL's own name of the group
-            where = {"nccl_unique_id_b64": base64.b64encode(store.get("0")).decode()}
-        where |= {"rank_offset": 1, "world_size": size}
-        if self.is_vllm:
-            path, where = "/init_weight_transfer_engine", {"init_info": where}
-        else:
-            path = "/init_weights_update_group"
-        self.group: Any = self._call_during(met, path, where)
-
-    def begin(self) -> None:
-        """Have the server pause."""
-        if self.is_vllm:
-            self.post("/pause?mode=keep", {})
-            self.post("/start_weight_update", {})
-        else:
-            self.post("/pause_generation", {"mode": "retract"})
-
-    def send(self, part: Part, version: str) -> None:
-        """Have the server load tensors."""
-        names, tensors = zip(*part)
-        info = {"names": names, "shapes": [[*x.shape] for x in tensors]}
-        dtypes = [str(x.dtype).removeprefix("torch.") for x in tensors]
-        sent = in_thread(self._broadcast, tensors)
-        if self.is_vllm:
-            info |= {"dtype_names": dtypes}
-            self._call_during(sent, "/update_weights", {"update_info": info})
-        else:
-            info |= {"dtypes": dtypes, "group_name": self.name, "weight_version": version}
-            self._call_during(sent, "/update_weights_from_distributed", info)
-
-    def finish(self, version: str) -> None:
-        """Have the server go on."""
-        if self.is_vllm:
-            self.post("/finish_weight_update", {"weight_version": version})
-            self.post("/reset_prefix_cache?reset_running_requests=true", {})
-            self.post("/resume", {})
-        else:
-            self.post("/continue_generation", {})
-
-    def _broadcast(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            self.group.broadcast([tensor]).wait()
-
-    def _call_during(self, own: Future[Any], path: str, body: Json) -> Any:
-        """Call the server, and return what this process's own part gives, which never ends if the server refuses."""
-        told = in_thread(self.post, path, body)
-        wait([told, own], return_when=FIRST_EXCEPTION)
-        told.result()
-        try:
-            return own.result()
-        except RuntimeError as error:
-            raise UserCodeError(f"sending weights to {self.address} failed ({error})") from None
+def _call_during(own: Future[Any], server: Server, path: str, body: Json) -> Any:
+    """Call a server, and return what this process's own part gives, which never ends if the server refuses."""
+    told = in_thread(server.tell, path, body)
+    wait([told, own], return_when=FIRST_EXCEPTION)
+    told.result()
+    try:
+        return own.result()
+    except RuntimeError as error:
+        raise UserCodeError(f"sending weights to {server} failed ({error})") from None
 
 
 def _nccl_group(

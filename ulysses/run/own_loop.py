@@ -14,10 +14,9 @@ from ulysses.data.read.trajectories import read_trajectory
 from ulysses.data.serve.steps import check_fits
 from ulysses.parallel.mesh import gather
 from ulysses.rl.ppo import PpoStage
-from ulysses.rl.rows import trajectories_of, unfit_advantages
+from ulysses.rl.rows import trajectories_of, unfit_rows
 from ulysses.rl.sampler import Completion
-from ulysses.rl.samplers import sample_together
-from ulysses.rl.trajectory import check_prompt
+from ulysses.rl.trajectory import prompt_tokens
 from ulysses.run.trainer import Trainer
 from ulysses.stages.base import Metrics
 
@@ -25,31 +24,31 @@ from ulysses.stages.base import Metrics
 def sample(trainer: Trainer, prompts: Sequence[Sequence[int]]) -> list[Completion]:
     """Return an answer to every prompt (token ids), drawn as the [ppo] table says.
 
-    Raises ValueError for a prompt without tokens, or with one that the model does not know.
+    Raises ValueError for a prompt without tokens, with one that the model does not know, or without room for an answer.
     """
-    maker, mesh = ppo_stage(trainer).maker, trainer.mesh
+    stage = ppo_stage(trainer)
+    maker, longest = stage.maker, stage.requirements.longest_example
     vocabulary = trainer.engine.module.config.vocab_size
-    prompts = [[*each] for each in gather(prompts)[0]]
-    for n, prompt in enumerate(prompts):
-        check_prompt(prompt, vocabulary, f"prompt {n}")
-    if not prompts:
+    given = {
+        n: prompt_tokens(prompt, vocabulary, f"prompt {n}")
+        for n, prompt in enumerate(gather(prompts)[0])
+    }
+    if not given:
         return []
+    if (most := max(map(len, given.values())) + stage.table.max_new_tokens) > longest:
+        raise ValueError(
+            f"a prompt and its answer may have {most} tokens, but {longest} are planned for; raise data.max_length, or "
+            "lower ppo.max_new_tokens"
+        )
     finish_rollout(trainer)
-    step, (after, calls) = trainer.step, maker.asked
-    if after != step:  # so that servers have earlier weights
+    step = trainer.step
+    if not maker.calls[step]:  # servers have earlier weights
         maker.synchronise()
-        calls = 0
-    maker.asked = step, calls + 1
-    maker.phase("sampling")
     # each call draws with random numbers of its own
-    found = sample_together(
-        maker.sampler,
-        maker.engine,
-        mesh,
-        dict(enumerate(prompts)),
-        (step << 20) + calls,
-        maker.tokens_per_microbatch,
-    )
+    number = (step << 20) + maker.calls[step]
+    maker.calls[step] += 1
+    maker.parts.phase("sampling")
+    found = maker.sampler.sample_together(given, number)
     trainer.watch.pause()
     return [*found.values()]
 
@@ -74,7 +73,7 @@ def learn(trainer: Trainer, rows: Sequence[Mapping[str, object]]) -> Metrics:
             raise ValueError(f"trajectory {n} {error}") from None
         groups[columns["_prompt"]].append(columns)
         given.append(columns["given"])
-    if fault := unfit_advantages(np.array(given), stage.table):
+    if fault := unfit_rows(len(groups), np.array(given), stage.table):
         raise ValueError(fault)
     if trainer.finished and trainer.step < trainer.total_steps:
         raise ValueError(
@@ -88,7 +87,7 @@ def learn(trainer: Trainer, rows: Sequence[Mapping[str, object]]) -> Metrics:
             f"{max(0, left)} steps for the {per_rollout} of a rollout"
         )
     found = trajectories_of(groups.values(), maker.sampler.options.stop_tokens)
-    check_fits(max(len(one.whole) for one in found), maker.tokens_per_microbatch)
+    check_fits(max(len(one.whole) for one in found), maker.parts.tokens_per_microbatch)
     finish_rollout(trainer)
     maker.rollout = maker.made_of(trainer.step // per_rollout, found)
     metrics = take_steps(trainer, per_rollout)

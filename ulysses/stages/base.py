@@ -310,8 +310,7 @@ class Stage:
 
     def trained_examples(self, source: StepLoader, step: int) -> str:
         """Return in words which examples a step trains, for the error of a step that is not finite."""
-        numbers = source.indices(*divmod(step, source.steps_per_epoch))
-        return f"examples {numbers[:8]} ... of the data"
+        return f"examples {source.indices_at(step)[:8]} ... of the data"
 
     def sequences(self, example: Example) -> list[Sequence]:
         """Return the example's sequences as they are packed, each with the example's numbers."""

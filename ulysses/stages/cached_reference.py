@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from models.initial_weights import InitialWeights
@@ -24,8 +23,9 @@ from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.disk import lock_file, write_digested, write_json, writing
 from ulysses.environment import NODE, local_rank
 from ulysses.parallel.batch import ShardedBatch
-from ulysses.parallel.mesh import ParallelMesh, gather
+from ulysses.parallel.mesh import gather
 from ulysses.progress import progress
+from ulysses.stages.base import RunParts
 from ulysses.stages.passes import token_values
 
 CHUNK = 32  # the fewest examples per data-parallel group that are computed between two writes
@@ -51,10 +51,7 @@ def read_reference(
     dataset: TokenizedDataset,
     path: Path,
     logprobs: Callable[[ShardedBatch], Tensor],
-    mesh: ParallelMesh,
-    device: torch.device,
-    tokens_per_microbatch: int,
-    say: Callable[[str], None],
+    parts: RunParts,
 ) -> np.ndarray:
     """Return the reference's log-probabilities of all examples end to end, float32.
 
@@ -63,20 +60,20 @@ def read_reference(
     Args:
         path: of `cache_file`; a .json beside it, which is written last, holds the file's digest.
         logprobs: maps a batch to its tokens' log-probabilities [S], without gradient.
-        tokens_per_microbatch: the most tokens of a packed micro-batch.
+        parts: of the run, for what `token_values` takes of them, and to say a line.
     """
     sizes, digest_file = dataset.lengths.tolist(), path.with_suffix(".json")
     count, total = len(sizes), sum(sizes)
     if not all(gather(digest_file.exists())):
-        say(f"computing reference log-probabilities of {count} examples -> {path}")
+        parts.say(f"computing reference log-probabilities of {count} examples -> {path}")
         temporary = path.with_suffix(f".{NODE}-{os.getpid()}.tmp")
         # about four micro-batches of each data-parallel group
-        per_group = max(CHUNK, 4 * tokens_per_microbatch * count // total)
-        per_chunk = mesh.data_parallel_size * per_group
+        per_group = max(CHUNK, 4 * parts.tokens_per_microbatch * count // total)
+        per_chunk = parts.mesh.data_parallel_size * per_group
 
         def computed_chunks() -> Iterator[np.ndarray]:
             bar = progress(
-                total=count, desc="reference", unit="examples", leave=False, disable=not mesh.is_main
+                total=count, desc="reference", unit="examples", leave=False, disable=not parts.mesh.is_main
             )  # fmt: skip
             with bar:
                 for first in range(0, count, per_chunk):
@@ -85,9 +82,7 @@ def read_reference(
                         logprobs,
                         chunk,
                         lambda number, first=first: dataset[first + number].sequences,
-                        mesh,
-                        device,
-                        tokens_per_microbatch,
+                        parts,
                     ).numpy()
                     bar.update(len(chunk))
 

@@ -111,15 +111,7 @@ class DpoStage(ReferencedStage):
         if not self.is_cached:
             return data
         path = cache_file(self.config, parts.weights, parts.kernel, data)
-        logps = read_reference(
-            data,
-            path,
-            self.reference,
-            self.mesh,
-            self.model.device,
-            parts.tokens_per_microbatch,
-            parts.say,
-        )
+        logps = read_reference(data, path, self.reference, parts)
         return data.with_column(REFERENCE_LOGPS, logps)
 
     def reference_logps(self, batch: ShardedBatch) -> Tensor:

@@ -53,7 +53,7 @@ class KtoStage(ReferencedStage):
     def read(self, source: StepLoader, step: int) -> StepBatches:
         """Return the step's micro-batches, and those of the mismatched sequences."""
         batches, dataset = super().read(source, step), source.dataset
-        indices = source.indices(*divmod(step, source.steps_per_epoch))
+        indices = source.indices_at(step)
         pairs = self.looks_ahead and mismatched_pairs(dataset.columns["prompt_id"], indices)
         if not pairs:
             return batches

@@ -14,6 +14,7 @@ from ulysses.data.serve.steps import pack_step, sequence_cost
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.sums import gather_tokens
+from ulysses.stages.base import RunParts
 
 
 def packed_batches(
@@ -42,9 +43,7 @@ def token_values(
     compute: Callable[[ShardedBatch], Tensor],
     sizes: list[int],
     sequences: Callable[[int], Collection[Sequence]],
-    mesh: ParallelMesh,
-    device: torch.device,
-    tokens_per_microbatch: int,
+    parts: RunParts,
     *columns: int,
 ) -> Tensor:
     """Return [T, *columns] float32 values of all items' tokens end to end, the same on the CPU of every rank.
@@ -52,8 +51,10 @@ def token_values(
     Args:
         compute: maps a batch to its tokens' values [S, *columns].
         sizes: tokens of each item, where a prompt that its sequences share counts once.
-        sequences: returns the sequences of an item by its number; the other arguments are those of `packed_batches`.
+        sequences: returns the sequences of an item by its number.
+        parts: of the run, for its mesh, its device and the size of its micro-batches.
     """
+    mesh, device = parts.mesh, parts.engine.device
     flat = torch.zeros(sum(sizes), *columns, device=device)
     rows = flat.split(sizes)
 
@@ -66,7 +67,7 @@ def token_values(
         ]
 
     for numbers, batch in packed_batches(
-        sizes, sequences_of, mesh, device, tokens_per_microbatch
+        sizes, sequences_of, mesh, device, parts.tokens_per_microbatch
     ):
         values = gather_tokens(compute(batch).float(), batch)
         # all ranks of the sequence-parallel group hold the same values, which count once

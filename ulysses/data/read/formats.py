@@ -153,7 +153,7 @@ def _renamed(row: Row, source: Source) -> dict[str, object]:
     """Return the row under our keys, without nulls; BadRowError if it lacks a key that the source's `columns` names."""
     columns = source.columns
     renamed = {key: value for key, value in row.items() if key not in columns.values()}
-    renamed |= {ours: _column(row, theirs) for ours, theirs in columns.items()}
+    renamed |= {ours: column_of(row, theirs) for ours, theirs in columns.items()}
     for theirs, ours in ALIASES.items():
         if renamed.get(ours) and renamed.get(theirs):
             raise BadRowError(
@@ -170,7 +170,7 @@ def _renamed(row: Row, source: Source) -> dict[str, object]:
     return {key: value for key, value in renamed.items() if value is not None}
 
 
-def _column(row: Row, name: str) -> object:
+def column_of(row: Row, name: str) -> object:
     """Return a column of the row; "a.b" is the key b of the object a, unless the row has a column of that name."""
     value: object = row
     for key in (name,) if name in row else name.split("."):

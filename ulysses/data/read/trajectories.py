@@ -12,10 +12,11 @@ from pydantic import BaseModel, Field, ValidationError
 
 from ulysses.config.section import LARGEST
 from ulysses.data import BadRowError
+from ulysses.data.read.formats import column_of
 from ulysses.data.read.messages import from_json
 from ulysses.data.read.sources import RawRow
 
-Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
+Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
 
 
 class TrajectoryRow(BaseModel):
@@ -51,7 +52,7 @@ def read_trajectory(
     """
     try:
         row: Any = from_json(raw.value.decode()) if isinstance(raw.value, bytes) else raw.value
-        row = {**row, **{ours: row.get(theirs) for ours, theirs in columns.items()}}
+        row = {**row, **{ours: column_of(row, theirs) for ours, theirs in columns.items()}}
         found = TrajectoryRow.model_validate(row)
     except ValidationError as error:
         first = error.errors()[0]

@@ -99,6 +99,10 @@ class StepLoader:
         start = k * self.examples_per_step
         return self.order(epoch)[start : start + self.examples_per_step].tolist()
 
+    def indices_at(self, step: int) -> list[int]:
+        """Return those of a step that is counted over all epochs."""
+        return self.indices(*divmod(step, self.steps_per_epoch))
+
     def sets(self) -> dict[str, "StepLoader"]:
         """Return a loader for each named set, with "" for the examples of none; without named sets, {"": this one}."""
         names = sorted({*self.dataset.source_names})

@@ -135,12 +135,12 @@ class Tokenising:
         self.cache = Path(settings.cache)
         self.sources = [pinned(each) if each.is_on_hub else each for each in self.sources]
         for source in self.sources:
-            if template:
+            if template and self.kind != "trajectory":
                 setting = f"chat_template_kwargs of {source.path}"
                 template.check_variables(source.chat_template_kwargs, setting)
             elif source.system or source.chat_template_kwargs:
                 raise DataError(
-                    f"{source.path} has system or chat_template_kwargs, which documents do not use; remove them"
+                    f"{source.path} has system or chat_template_kwargs, which only conversations use; remove them"
                 )
         self.encoder = template.encoder if template else TextEncoder(self.tokenizer)
         self._files_at_start = self._files()
