@@ -55,7 +55,7 @@ def open_data(inputs: RunInputs) -> tuple[TokenizedDataset, TokenizedDataset | N
     elif data.eval:
         held_out = opened(data.eval, stage.dataset_type)
     with error_context():
-        check_examples(config, stage, train, held_out)
+        check_examples(stage, train, held_out)
     return train, held_out
 
 
