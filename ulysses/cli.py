@@ -11,7 +11,9 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+from ulysses import __version__
 from ulysses.imports import explained_imports, interruptible, quiet
+from ulysses.train import start
 
 HELP = """usage: ulysses COMMAND [arguments]
 
@@ -35,9 +37,12 @@ def main() -> int:
     # the user's own modules, such as PPO's reward function, come after the engine's
     sys.path.append(os.getcwd())
     match command:
-        case "train" | "dry-run" | "inspect":
-            given = {"dry-run": ["--dry-run"], "inspect": ["--inspect", "3"]}.get(command, [])
-            import_module("ulysses.train").start([*given, *rest])
+        case "train":
+            start(rest)
+        case "dry-run":
+            start(["--dry-run", *rest])
+        case "inspect":
+            start(["--inspect", "3", *rest])
         case "report" | "export" | "migrate" | "chat" | "generate" | "score":
             print("loading the libraries ...", file=sys.stderr, flush=True)
             # a signal raises SystemExit, so that temporary folders are deleted; under nohup SIGHUP stays ignored
@@ -54,23 +59,13 @@ def main() -> int:
         case "demo":
             return demo(rest)
         case "--version":
-            print(import_module("ulysses").__version__)
+            print(__version__)
         case "--help" | "-h":
             print(HELP)
         case _:
             print(f"error: ulysses has no command {command!r}\n{HELP}", file=sys.stderr)
             return 2
     return 0
-
-
-def run_as(command: str, module: str) -> None:
-    """Let `python -m ulysses.COMMAND` do what `ulysses COMMAND` does.
-
-    A module with slow imports calls it before them.
-    """
-    if module == "__main__":
-        sys.argv.insert(1, command)
-        sys.exit(main())
 
 
 def demo(arguments: list[str]) -> int:
