@@ -19,8 +19,7 @@ from typing import Any
 
 import yaml
 
-from ulysses.config.command_line import check, contradictions, known_keys, put
-from ulysses.config.foreign_names import foreign_names
+from ulysses.config.command_line import check, contradictions, foreign_names, known_keys, put
 from ulysses.config.section import SECRETS, ConfigError, Values, existing, flat, refuse
 from ulysses.config.stage_sections import LEARNING_RATES
 

@@ -7,7 +7,13 @@ from models.arch import ModelConfig
 from models.expert_files import MLP_TARGETS
 from models.folders import ADAPTER_CONFIG, base_folder, name_of_base, read_adapter_config
 from models.kinds import empty_model
-from ulysses.config.schema import RULE_TARGETS, Config, LoraSection
+from ulysses.config.schema import (
+    FUSED_TARGETS,
+    RULE_TARGETS,
+    SEPARATE_TARGETS,
+    Config,
+    LoraSection,
+)
 from ulysses.config.section import Values
 from ulysses.stages.base import Stage
 
@@ -97,6 +103,5 @@ def rule_targets(shape: ModelConfig) -> tuple[str, ...]:
     """Return which modules of linear attention may have an adapter."""
     if not shape.delta:
         return ()
-    if shape.family.fused_projections:
-        return RULE_TARGETS[4:]
-    return *RULE_TARGETS[:4], RULE_TARGETS[-1]
+    names = FUSED_TARGETS if shape.family.fused_projections else SEPARATE_TARGETS
+    return *names, "out_proj"

@@ -67,10 +67,10 @@ def prepare(
     # ---------------------------------------------------------------- files, each of which may be absent
     with collecting(errors):
         check_sources(config)
-    if model.path and not Path(model.path).is_dir():
-        with collecting(errors):
-            shape = published_shape(config, model.path)
     with collecting(errors):
+        # a dry run can plan with the shape of a well-known model that is not on this machine
+        if model.path and not Path(model.path).is_dir():
+            shape = published_shape(config, model.path)
         shape, folder = read_shape(config, strict)
     if shape:
         if absent := [*check_parts(config, shape)]:

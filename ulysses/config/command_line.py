@@ -5,11 +5,13 @@
 Here too are the sentences that refuse a wrong configuration, and what --help prints.
 """
 
+import difflib
 import json
 import re
 import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from types import UnionType
@@ -18,7 +20,6 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origi
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from ulysses.config.foreign_names import explain_unknown
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import (
     CREDENTIALS,
@@ -112,6 +113,43 @@ def _sentences(error: ValidationError, keys: dict[str, FieldInfo]) -> list[str]:
     about = {key: info.description.rstrip(".").replace("\n", " ") for key, info in keys.items()}
     hints = (f"{text} ({about.get(key, 'a table of settings')})" for key, text in wrong.items())
     return [*unknown, *hints]
+
+
+@cache
+def foreign_names() -> Values:
+    """Read what other trainers call their settings, and what to do about each; the migration reads it, too."""
+    names = tomllib.loads(Path(__file__).with_name("foreign_names.toml").read_text())
+    rules = names["ours"].items()
+    names["ours"] = {n: rule if isinstance(rule, dict) else {"key": rule} for n, rule in rules}
+    kinds = ("ours", "not_needed", "by_hand", "not_supported")
+    names["rules"] = {
+        name: (kind, rule) for kind in kinds for name, rule in names[kind].items()
+    }
+    return names
+
+
+def explain_unknown(key: str, keys: list[str]) -> str:
+    """Return one sentence about an unknown setting: what it is called here, or why it is not there.
+
+    Args:
+        keys: all of our settings.
+    """
+    names, last = foreign_names(), key.rpartition(".")[2]
+    for name in (key, last):
+        kind, rule = names["rules"].get(name, ("", {}))
+        if kind == "ours":
+            note = f" ({rule['note']})" if "note" in rule else ""
+            end = rule["key"].removeprefix("STAGE")
+            ours = " or ".join(ours for ours in keys if ours.endswith(end))
+            return f"{key}: unknown; here it is {ours}{note}"
+        if kind == "not_needed":
+            return f"{key}: not needed here ({rule}); leave it out"
+        if kind:
+            return f"{key}: not supported; {rule}"
+    same_name = [ours for ours in keys if ours.endswith(f".{last}")]
+    if near := same_name or difflib.get_close_matches(key, keys, 1, 0.8):
+        return f"{key}: unknown; did you mean {' or '.join(near)}?"
+    return f"{key}: unknown; ulysses train --help lists the settings"
 
 
 def still_known(values: Values) -> Values:
