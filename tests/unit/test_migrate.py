@@ -417,7 +417,7 @@ TRANSLATED = {
         "# loss_type: infinite at label_smoothing 0, for which dpo.label_smoothing = 1e-3 stands there"),
     "settings that contradict each other": (
         LLAMAFACTORY_KTO + "early_stopping_steps: 3\n", "", "",
-        "\n#   run.patience is 3 evaluations but only the end of the run is evaluated"),
+        "\n#   run.patience: only the end of the run is evaluated"),
     "what is dropped is said, without its value": (
         f"{TRL_DPO}push_to_hub: true\nrun_name: mine\nhub_token: hf_secret\nuse_peft: true\nlora_dropout: 0.1\n"
         "torch_compile: false\n", "--stage dpo", '"model.lora.dropout" = 0',

@@ -330,11 +330,13 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
             f"run.steps is {run.steps} and run.epochs is {run.epochs:g}, but exactly one of them must be above "
             "0; set the one that you mean"
         )
+    if data.eval and data.eval_fraction:
+        yield f"data.eval_fraction is {data.eval_fraction:g} but data.eval names held-out data; remove one of them"
     tables = {*LEARNING_RATES} - {config.stage}
     if stage and stage.requirements.rollout:
         tables -= {"ppo"}  # where the settings of sampling stand
     # settings that the run does not read, by the beginnings of their names, under the reason
-    unread = {
+    unread: dict[str, tuple[str, ...]] = {
         f"stage {config.stage!r} reads no settings of {name}; remove them, or set stage = {name!r}": (
             f"{name}.",
         )
@@ -343,8 +345,23 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
     if not model.lora.rank:
         reason = "model.lora.rank is 0, which trains all weights; set the rank, or remove them"
         unread[reason] = ("model.lora.",)
+    if not config.ppo.takes_rows:  # with rows nothing is evaluated, and the stage says so
+        if not (data.eval or data.eval_fraction):
+            reason = "there is nothing to evaluate; set data.eval or data.eval_fraction, or remove it"
+            unread[reason] = ("run.eval_every", "run.samples")
+        if not run.eval_every:
+            reason = "only the end of the run is evaluated; set run.eval_every, or remove it"
+            unread[reason] = ("run.patience",)
     if stage:
         unread |= stage.unread
+        name = f"stage {config.stage!r}"
+        if stage.dataset_type in ("text", "ranked"):
+            unread[f"{name} answers no prompts; remove it"] = ("run.samples",)
+        if stage.dataset_type == "text":
+            reason = f"{name} trains every token, longer documents in pieces; remove it"
+            unread[reason] = ("data.train_on", "data.truncation")
+        elif stage.dataset_type != "sequence":
+            unread[f"{name} trains the last answer only; remove it"] = ("data.train_on",)
     # defaults are no wish of the user's: the config.json of a run has them all
     given = [
         key for key, info in known_keys().items() if attrgetter(key)(config) != info.default
@@ -352,33 +369,5 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
     for reason, names in unread.items():
         if found := [key for key in given if key.startswith(names)]:
             yield f"{', '.join(sorted(found))}: {reason}"
-    if data.eval and data.eval_fraction:
-        yield f"data.eval_fraction is {data.eval_fraction:g} but data.eval names held-out data; remove one of them"
-    if run.patience and not run.eval_every and not config.ppo.takes_rows:
-        yield (
-            f"run.patience is {run.patience} evaluations but only the end of the run is evaluated; set "
-            "run.eval_every"
-        )
-    for key in ("eval_every", "samples"):
-        # with rows nothing is evaluated, and the stage says so
-        if (value := getattr(run, key)) and not (
-            data.eval or data.eval_fraction or config.ppo.takes_rows
-        ):
-            yield (
-                f"run.{key} is {value} but there is nothing to evaluate; set data.eval or data.eval_fraction, or "
-                f"run.{key} = 0"
-            )
-    if not stage:
-        return
-    if run.samples and stage.dataset_type in ("text", "ranked"):
-        yield f"run.samples is {run.samples} but stage {config.stage!r} answers no prompts; set it to 0"
-    if stage.dataset_type != "sequence":
-        trained, refused = "the last answer only", {"train_on"}
-        if stage.dataset_type == "text":
-            trained, refused = (
-                "every token, longer documents in pieces",
-                refused | {"truncation"},
-            )
-        for key, value in data.model_dump(include=refused, exclude_defaults=True).items():
-            yield f"data.{key} is {value!r} but stage {config.stage!r} trains {trained}; remove it"
-    yield from stage.check()
+    if stage:
+        yield from stage.check()
