@@ -13,7 +13,6 @@ from pathlib import Path
 
 from ulysses import __version__
 from ulysses.imports import explained_imports, interruptible, quiet
-from ulysses.train import start
 
 HELP = """usage: ulysses COMMAND [arguments]
 
@@ -37,12 +36,11 @@ def main() -> int:
     # the user's own modules, such as PPO's reward function, come after the engine's
     sys.path.append(os.getcwd())
     match command:
-        case "train":
-            start(rest)
-        case "dry-run":
-            start(["--dry-run", *rest])
-        case "inspect":
-            start(["--inspect", "3", *rest])
+        case "train" | "dry-run" | "inspect":
+            from ulysses.train import start
+
+            given = {"dry-run": ["--dry-run"], "inspect": ["--inspect", "3"]}.get(command, [])
+            start([*given, *rest])
         case "report" | "export" | "migrate" | "chat" | "generate" | "score":
             print("loading the libraries ...", file=sys.stderr, flush=True)
             # a signal raises SystemExit, so that temporary folders are deleted; under nohup SIGHUP stays ignored
