@@ -337,12 +337,11 @@ class Tokenising:
             room_beside_answer = limit - (longest - prompt_length)
             least_prompt = max(1, min(prompt_length, limit // 4))
             removed = max(0, prompt_length - max(room_beside_answer, least_prompt))
-        after_bos = int(first[0] == self.encoder.bos)
-
-        def kept(values: list) -> list:
-            return (values[:after_bos] + values[after_bos + removed :])[:limit]
-
-        cut = [(kept(ids), kept(weights)) for ids, weights in sequences]
+        start = int(first[0] == self.encoder.bos)  # BOS stays
+        cut = [
+            tuple((values[:start] + values[start + removed :])[:limit] for values in sequence)
+            for sequence in sequences
+        ]
         if self.kind != "prompt" and not all(any(weights[1:]) for _, weights in cut):
             after = " after truncation" if longest > limit else ""
             raise DropRowError(f"no trained token is left{after}")
