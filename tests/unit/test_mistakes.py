@@ -65,7 +65,7 @@ BASE --dry-run --gpus 1000000000 => gpus is '1000000000': input should be less t
 SFT --data.train PLACE/empty.jsonl => l: read 2 rows, kept 0 examples, dropped 2 rows; dropped, empty answer: 2
 SFT --data.eval PLACE/chats.jsonl --data.max_length 9 --model.config.max_position_embeddings 9 \
     --run.samples ["abcdefghijklmnop"] => run.samples: the model's window of 9 tokens is too short for 'abc
-BASE --memory.offload checkpoints => memory.offload is 'checkpoints': input should be 'auto' or 'none'
+BASE --memory.offload checkpoints => it has gone, because "auto" moves as much as is needed; use "auto"
 BASE --run.steps many => run.steps is 'many'
 BASE --model.arch llama3-8b => model.path and model.arch are both set; set only one of them
 --stage sft --run.steps 3 --model.init random --model.arch llama9 --data.train PLACE/chats.jsonl \
@@ -188,8 +188,8 @@ SFT --data.train {"path":"x","weight":Infinity} => data source x: weight: Input 
 DEMO --dpo.loss_type ["sigmoid","sft"] => or set dpo.sft_weight
 DEMO --dpo.loss_type ["sigmoid","hinge"] --dpo.loss_weights [1] => names 2 losses and loss_weights has 1
 DEMO --gradients.preset pro => is 'pro': input should be 'default' or 'ulysses-pro'
-DEMO --gradients.preset steady => gradients.preset is 'steady': input should be 'default' or 'ulysses-pro'
-DEMO --memory.recompute pair => memory.recompute is 'pair': input should be 'auto', 'none', 'keep_attention' or 'block'
+DEMO --gradients.preset steady => no better than clipping; use "default"
+DEMO --memory.recompute pair => it has gone, because host memory reaches further; use "block" with memory.offload
 DEMO --gradients.policies {"policy":"clip"} => gradients.policies
 DEMO --gradients.policies [{"max_norm":1.0}] => policies[0]: policy is None but must be one of stop_on_non_
 DEMO --gradients.policies [{"policy":"clip_global_norm","max_nrom":1}] \

@@ -24,6 +24,7 @@ from ulysses import environment
 from ulysses.check.input_files import RunInputs
 from ulysses.config.schema import Config, RunSection
 from ulysses.config.section import AbsentError, ConfigError, error_context
+from ulysses.config.stage_sections import is_function
 from ulysses.data.cache import content_digest, digest_of_value
 from ulysses.data.read.sources import parse_sources
 from ulysses.data.serve.dataset import TokenizedDataset
@@ -313,9 +314,10 @@ def digests_of_inputs(
             shape = "" if setting == TRAINED_MODEL else str(weights.shape)
             content = content_digest(weights.paths, Path(config.data.cache))
             digests[f"the weights of {setting}"] = digest_of_value([shape, content])
-    for name in (*config.ppo.reward, config.ppo.rollout):
-        module, colon, _ = name.partition(":")
-        file = getattr(sys.modules.get(module), "__file__", None)
-        if colon and "//" not in name and file:  # neither a model nor a server's address
-            digests[f"the lines of {name}"] = digest_of(Path(file))
+    for reward in filter(
+        is_function, (*config.ppo.reward, *filter(None, [config.ppo.rollout]))
+    ):
+        module = sys.modules.get(reward.partition(":")[0])
+        if "//" not in reward and (file := getattr(module, "__file__", None)):
+            digests[f"the lines of {reward}"] = digest_of(Path(file))
     return digests

@@ -23,6 +23,7 @@ from pydantic.fields import FieldInfo
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import (
     CREDENTIALS,
+    GONE,
     ConfigError,
     Values,
     absolute,
@@ -155,6 +156,8 @@ def still_known(values: Values) -> Values:
     """Return those of a checkpoint's settings that this version has; the version that wrote it may have had others."""
     kept: Values = {}
     for key, value in flat(values).items():
+        if isinstance(value, str) and (key.rpartition(".")[2], value) in GONE:
+            continue
         # a table whose keys the user chose is one setting
         if any(known == key or key.startswith(f"{known}.") for known in known_keys()):
             put(kept, key, value)

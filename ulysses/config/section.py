@@ -37,6 +37,18 @@ SECRETS = re.compile(
 Values = dict[str, Any]  # unchecked settings by their names, as TOML, YAML or JSON hold them
 # half of a pair of UTF-16, which is no character by itself
 SURROGATE = re.compile("[\ud800-\udfff]")
+# Values that settings had once, by the setting's last name, and what to use instead.
+GONE = {
+    ("preset", "steady"): (
+        'it has gone, because it trained no better than clipping; use "default"'
+    ),
+    ("recompute", "pair"): (
+        'it has gone, because host memory reaches further; use "block" with memory.offload = "auto"'
+    ),
+    ("offload", "checkpoints"): (
+        'it has gone, because "auto" moves as much as is needed; use "auto"'
+    ),
+}
 LARGEST = 2**53  # up to here every whole number has its own float
 
 
@@ -154,6 +166,8 @@ class Section(BaseModel):
         types = str(annotation)
         if isinstance(value, bool) and "bool" not in types and "Any" not in types:
             raise PydanticCustomError("switch", "this is a number or a text, not true or false")
+        if isinstance(value, str) and (instead := GONE.get((info.field_name, value))):
+            raise PydanticCustomError("gone", instead)
         if isinstance(value, str) and "\0" in value:
             raise PydanticCustomError(
                 "nul", "this holds a NUL character, which no path or name has"

@@ -239,7 +239,7 @@ class TextEncoder:
         rendered: Rendered = []
         for text, weight in parts:
             for i, piece in enumerate(self.special_pattern.split(text)):
-                plain = unguarded(piece)
+                plain = piece.replace(GUARD, "").replace(BEGUN, "")
                 if i % 2 and plain:
                     rendered.append((self.special[plain.strip()], weight))
                 elif plain:
@@ -254,11 +254,6 @@ class TextEncoder:
 def _broken(match: re.Match[str]) -> str:
     token = match[0].strip()
     return match[0].replace(token, GUARD.join(token))
-
-
-def unguarded(text: object) -> str:
-    """Return a text, "" for none, without the marks that guard what a template reads."""
-    return str(text or "").replace(GUARD, "").replace(BEGUN, "")
 
 
 def at_marks(text: str) -> list[str]:
