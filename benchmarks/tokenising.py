@@ -28,7 +28,7 @@ from ulysses.config.schema import DataSection
 from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.sources import parse_sources
 from ulysses.data.read.tokenizer import load_tokenizer
-from ulysses.data.serve.tokenise import open_dataset
+from ulysses.data.serve.tokenise import Tokenising
 
 
 def main() -> None:
@@ -78,7 +78,7 @@ def ours(tokenizer: Any, data: Path, workers: int, scratch: Path) -> int:
     """Read and tokenise the rows into a new cache; return the number of tokens."""
     settings = DataSection(max_length=1 << 20, cache=str(scratch), workers=workers)
     read, template = parse_sources(str(data)), ChatTemplate(tokenizer)
-    dataset = open_dataset(read, "sequence", tokenizer, template, settings)
+    dataset = Tokenising(read, "sequence", tokenizer, template, settings).open()
     return dataset.report.tokens
 
 

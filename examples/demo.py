@@ -89,7 +89,7 @@ def main() -> int:
             shutil.rmtree(ROOT / run)
         often = "--run.log_every=5"
         launch(arguments.ranks, config, f"--run.output={run}", sp, often, *more)
-    start("ulysses.report", str(sft), str(dpo))
+    start("ulysses.cli", "report", str(sft), str(dpo))
     report(ROOT / sft, ROOT / dpo)
     steps = (ROOT / dpo / "checkpoints").glob("step-*")
     newest = max(steps, key=lambda path: int(path.name.removeprefix("step-")))

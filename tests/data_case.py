@@ -12,7 +12,7 @@ from ulysses.config.schema import DataSection
 from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.sources import Source, parse_sources
 from ulysses.data.serve.dataset import TokenizedDataset
-from ulysses.data.serve.tokenise import common_prefix, open_dataset
+from ulysses.data.serve.tokenise import Tokenising, common_prefix
 from ulysses.parallel.batch import Sequence
 
 
@@ -36,7 +36,13 @@ def built_in(tokenizer: Any, name: str, variables: str) -> ChatTemplate:
 
 
 def open_data(
-    sources: list[Source], kind: str, tokenizer: Any, data: DataSection, **more: bool
+    sources: list[Source],
+    kind: str,
+    tokenizer: Any,
+    data: DataSection,
+    *,
+    held_out: bool = False,
+    share_prompts: bool = False,
 ) -> TokenizedDataset:
     """Open the sources with the template that the table names."""
     template = None
@@ -46,7 +52,8 @@ def open_data(
             template = built_in(tokenizer, name, json.dumps(variables))
         else:
             template = ChatTemplate(tokenizer, name, variables)
-    return open_dataset(sources, kind, tokenizer, template, data, **more)
+    tokenising = Tokenising(sources, kind, tokenizer, template, data, held_out)
+    return tokenising.open(share_prompts=share_prompts)
 
 
 def open_sources(

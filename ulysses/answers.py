@@ -17,24 +17,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ulysses.imports import explained_imports
+import torch
+import transformers
 
-with explained_imports():
-    import torch
-    import transformers
-
-    from models.folders import ADAPTER_CONFIG, CONFIG, read_json, resolve_model
-    from models.hf_format import weight_paths
-    from models.writing import GENERATION
-    from ulysses.check.run_folder import saved_checkpoints
-    from ulysses.config.section import ConfigError, Values
-    from ulysses.data import DropRowError
-    from ulysses.data.read.chat import ChatTemplate
-    from ulysses.data.read.formats import Record, dropping, read_row
-    from ulysses.data.read.messages import Message, Row
-    from ulysses.data.read.sources import Report, locate_rows, parse_sources
-    from ulysses.data.read.tokenizer import load_tokenizer
-    from ulysses.export import export_checkpoint, merge_adapter
+from models.folders import ADAPTER_CONFIG, CONFIG, read_json, resolve_model
+from models.hf_format import weight_paths
+from models.writing import GENERATION
+from ulysses.check.run_folder import saved_checkpoints
+from ulysses.config.section import ConfigError, Values
+from ulysses.data import DropRowError
+from ulysses.data.read.chat import ChatTemplate
+from ulysses.data.read.formats import Record, dropping, read_row
+from ulysses.data.read.messages import Message, Row
+from ulysses.data.read.sources import Report, locate_rows, parse_sources
+from ulysses.data.read.tokenizer import load_tokenizer
+from ulysses.export import export_checkpoint, merge_adapter
 
 BATCH = 8  # prompts that are answered together
 # The fields of generation_config.json that we follow, because they say how a token is drawn, and those that need no

@@ -10,6 +10,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+from ulysses import __version__
 from ulysses.imports import explained_imports, interruptible, quiet
 
 HELP = """usage: ulysses COMMAND [arguments]
@@ -33,8 +34,10 @@ def main() -> int:
     command, *rest = sys.argv[1:] or ["--help"]
     match command:
         case "train" | "dry-run" | "inspect":
+            from ulysses.train import start
+
             given = {"dry-run": ["--dry-run"], "inspect": ["--inspect", "3"]}.get(command, [])
-            import_module("ulysses.train").start([*given, *rest])
+            start([*given, *rest])
         case "report" | "export" | "migrate" | "chat" | "generate" | "score":
             print("loading the libraries ...", file=sys.stderr, flush=True)
             # a signal raises SystemExit, so that temporary folders are deleted; under nohup SIGHUP stays ignored
@@ -51,23 +54,13 @@ def main() -> int:
         case "demo":
             return demo(rest)
         case "--version":
-            print(import_module("ulysses").__version__)
+            print(__version__)
         case "--help" | "-h":
             print(HELP)
         case _:
             print(f"error: ulysses has no command {command!r}\n{HELP}", file=sys.stderr)
             return 2
     return 0
-
-
-def run_as(command: str, module: str) -> None:
-    """Let `python -m ulysses.COMMAND` do what `ulysses COMMAND` does.
-
-    A module with slow imports calls it before them.
-    """
-    if module == "__main__":
-        sys.argv.insert(1, command)
-        sys.exit(main())
 
 
 def demo(arguments: list[str]) -> int:

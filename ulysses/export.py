@@ -12,41 +12,34 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ulysses.cli import run_as
-from ulysses.imports import explained_imports
+import torch
+from torch import Tensor
 
-run_as("export", __name__)
-
-with explained_imports():
-    import torch
-    from torch import Tensor
-
-    import ulysses.run  # noqa: F401 - first: it refuses foreign packages named models or losses
-    from models.arch import ModelConfig
-    from models.folders import ADAPTER_CONFIG, CONFIG, folder_with, read_config, resolve_model
-    from models.hf_format import WeightFiles
-    from models.kinds import empty_model, parameter_shapes
-    from models.writing import (
-        GENERATION,
-        SHARD_GIB,
-        Rounding,
-        copy_side_files,
-        stored_weights,
-        write_weights,
-    )
-    from ulysses.check.run_folder import read_run_state
-    from ulysses.config.command_line import check, still_known
-    from ulysses.config.section import ConfigError, absolute, existing
-    from ulysses.disk import check_apart, check_empty, check_files, whole_folder, write_json
-    from ulysses.options import stage_of
-    from ulysses.run.export_model import CARD, export_model
-    from ulysses.zero.state import SavedSlices
+from models.arch import ModelConfig
+from models.folders import ADAPTER_CONFIG, CONFIG, folder_with, read_config, resolve_model
+from models.hf_format import WeightFiles
+from models.kinds import empty_model, parameter_shapes
+from models.writing import (
+    GENERATION,
+    SHARD_GIB,
+    Rounding,
+    copy_side_files,
+    stored_weights,
+    write_weights,
+)
+from ulysses.check.run_folder import read_run_state
+from ulysses.config.command_line import check, still_known
+from ulysses.config.section import ConfigError, absolute, existing
+from ulysses.disk import check_apart, check_empty, check_files, whole_folder, write_json
+from ulysses.options import stage_of
+from ulysses.run.export_model import CARD, export_model
+from ulysses.zero.state import SavedSlices
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Export a checkpoint or merge an adapter; return 2, after one sentence, if that is impossible."""
     parser = argparse.ArgumentParser(
-        "python -m ulysses.export", description="Export a checkpoint in Hugging Face format."
+        "ulysses export", description="Export a checkpoint in Hugging Face format."
     )
     parser.add_argument("source", help="RUN/checkpoints/step-N, or an adapter's folder")
     parser.add_argument("out", help="folder to write; an earlier export is replaced")

@@ -19,10 +19,7 @@ from typing import Any
 
 import yaml
 
-import ulysses.run  # noqa: F401 - first: it refuses foreign packages named models or losses
-from ulysses.cli import run_as
-from ulysses.config.command_line import check, contradictions, known_keys, put
-from ulysses.config.foreign_names import foreign_names
+from ulysses.config.command_line import check, contradictions, foreign_names, known_keys, put
 from ulysses.config.section import SECRETS, ConfigError, Values, existing, flat, refuse
 from ulysses.config.stage_sections import LEARNING_RATES
 
@@ -427,6 +424,3 @@ def _plain(value: Any) -> Any:
     except (TypeError, ValueError):
         words = {"true": True, "false": False, "yes": True, "no": False, "none": None}
         return words.get(str(value).lower(), value)
-
-
-run_as("migrate", __name__)

@@ -1,4 +1,4 @@
-"""Plot what runs have logged, several runs in the same panels: `python -m ulysses.report RUN [RUN ...]`.
+"""Plot what runs have logged, several runs in the same panels: `ulysses report RUN [RUN ...]`.
 
 It reads metrics.jsonl and samples.jsonl and writes into the first run's folder report.html, a page that loads nothing
 from elsewhere, and report.png, its first screen.
@@ -17,18 +17,12 @@ from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
-from ulysses.cli import run_as
-from ulysses.imports import explained_imports
+import matplotlib
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-run_as("report", __name__)
-
-with explained_imports():
-    import matplotlib
-    import pandas as pd
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-    from ulysses.config.section import existing
+from ulysses.config.section import existing
 
 Runs = dict[str, pd.DataFrame]  # by their folders
 COLUMNS = 3
@@ -178,7 +172,7 @@ h4, td {{ max-width: 60em; margin: 1em 12px 4px; white-space: pre-wrap }}</style
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the report; return 2, after one sentence, where a folder holds no metrics."""
     parser = argparse.ArgumentParser(
-        "python -m ulysses.report", description="Plot what runs have logged."
+        "ulysses report", description="Plot what runs have logged."
     )
     parser.add_argument(
         "runs",

@@ -12,15 +12,16 @@ from typing import NoReturn
 from ulysses.environment import rank, wants_debug
 from ulysses.imports import explained_imports, interruptible, quiet
 
+# none of these imports torch, so that a wrong command is told at once
+with explained_imports():
+    from ulysses.config.command_line import help_text, parse_command_line
+    from ulysses.config.section import ConfigError
+    from ulysses.watch.failure import report_config_error
+
 
 def main(arguments: list[str]) -> int:
     """Train, or inspect or plan a run, as the arguments ask; return the exit code after printing any error."""
     debug = wants_debug(arguments)
-    # none of these imports torch, so that a wrong command is told at once
-    with explained_imports():
-        from ulysses.config.command_line import help_text, parse_command_line
-        from ulysses.config.section import ConfigError
-        from ulysses.watch.failure import report_config_error
     if {"-h", "--help"} & set(arguments):
         print(help_text())
         return 0

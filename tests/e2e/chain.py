@@ -8,7 +8,7 @@
     python tests/e2e/chain.py --output runs/chain                                    the demo's data, minutes on a CPU
     python tests/e2e/chain.py --output runs/chain --data FOLDER --size 150m --max-length 8192
 
-Both write table.txt; `python -m ulysses.report runs/chain/sft` draws a curve. FOLDER holds STAGE_train.jsonl and
+Both write table.txt; `ulysses report runs/chain/sft` draws a curve. FOLDER holds STAGE_train.jsonl and
 STAGE_eval.jsonl for every stage, and tokenizer.json or tokenizer/. A killed stage dies by SIGKILL four steps after its
 only checkpoint; what it logged in between is an uninterrupted run's, so the resumed run must log the same.
 """

@@ -180,7 +180,7 @@ def test_adapters_load_with_peft(base, tmp_path):
     plain, merged = tmp_path / "run/export", tmp_path / "merged"
     assert main(["--merge", str(plain), str(merged)]) == 0
     [checkpoint] = (tmp_path / "run/checkpoints").iterdir()
-    command = [sys.executable, "-m", "ulysses.export", checkpoint, tmp_path / "again"]
+    command = [sys.executable, "-m", "ulysses.cli", "export", checkpoint, tmp_path / "again"]
     said = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT)
     assert (said.stdout, said.stderr) == (
         f"exported {tmp_path / 'again'}\n",

@@ -348,7 +348,7 @@ def test_an_adapter_is_continued_with_its_own_settings_alone(
     model = {"path": str(folder)} | changes | {"lora": lora | changes.get("lora", {})}
     for stage, whole in (("sft", False), ("dpo", True)):
         config = check({"stage": stage, "data": {"train": ["x"]}, "model": model})
-        found = choose_base(config, stage_of(config), folder).model
+        found = choose_base(stage_of(config), folder).model
         is_merged = becomes == "merged" or (whole and not becomes)
         assert found.lora.merge == is_merged
         is_continued = not becomes and not is_merged

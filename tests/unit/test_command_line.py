@@ -12,8 +12,12 @@ import pytest
 
 from models.arch import ARCHITECTURES
 from tests import rows_of
-from ulysses.config.command_line import known_keys, parse_command_line, still_known
-from ulysses.config.foreign_names import foreign_names
+from ulysses.config.command_line import (
+    foreign_names,
+    known_keys,
+    parse_command_line,
+    still_known,
+)
 from ulysses.config.schema import Config
 from ulysses.gradients import build_chain
 from ulysses.options import STAGES

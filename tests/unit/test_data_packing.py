@@ -124,11 +124,11 @@ def test_source_weights_repeat_and_sample():
     assert StepLoader(dataset, 7, **given, shuffle=False).examples_per_epoch == 30
     dataset.source_weights = [0.01, 0.01]
     with pytest.raises(ValueError, match=r"leave no example of rows in an epoch, which has 10"):
-        check_examples(config := check({"stage": "sft"}), stage_of(config), dataset, None)
+        check_examples(stage_of(check({"stage": "sft"})), dataset, None)
 
 
 def test_a_long_example_is_refused_before_any_step_with_the_number_to_raise():
     sentence = r"longest example has 30 tokens but .*tokens_per_microbatch is 20; raise it to at least 30"
     config = check({"stage": "sft", "batch": {"tokens_per_microbatch": 20}})
     with pytest.raises(ValueError, match=sentence):
-        check_examples(config, stage_of(config), dataset_of([10, 20], [4, 5]), None)
+        check_examples(stage_of(config), dataset_of([10, 20], [4, 5]), None)

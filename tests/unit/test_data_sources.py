@@ -116,7 +116,7 @@ def test_an_epoch_without_a_source_or_without_an_end_is_refused(
 ):
     data = opened(*json.loads(tables), stopping_strategy=strategy)
     with pytest.raises(ConfigError, match=sentence):
-        check_examples(config := check({"stage": "sft"}), stage_of(config), data, None)
+        check_examples(stage_of(check({"stage": "sft"})), data, None)
 
 
 def test_a_source_of_which_no_example_is_left_is_said(opened):

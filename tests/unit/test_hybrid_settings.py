@@ -131,8 +131,8 @@ def test_targets_that_the_model_lacks_are_refused(family, targets, complaint):
         {"stage": "sft", "data": {"train": ["x"]}, "run": {"output": "y"}} | settings
     )
     shape = ModelConfig.from_hf(FAMILIES[family])
-    assert choose_targets(config, config.model.lora, shape) is config
-    found = [*check_adapters(config.model.lora, shape, config)]
+    assert choose_targets(config, shape) is config
+    found = [*check_adapters(config, shape)]
     assert bool(found) == bool(complaint) and complaint in "".join(found)
 
 
@@ -141,7 +141,7 @@ def test_every_projection_has_an_adapter_by_default(family) -> None:
     shape = ModelConfig.from_hf(FAMILIES[family])
     settings = {"path": "x", "lora": {"rank": 2}}
     config = check({"stage": "sft", "data": {"train": ["x"]}, "model": settings})
-    chosen = choose_targets(config, config.model.lora, shape)
+    chosen = choose_targets(config, shape)
     model = add_adapters(CausalLM(shape), chosen.model.lora)
     lacking = [
         name
@@ -158,7 +158,7 @@ def test_every_projection_has_an_adapter_by_default(family) -> None:
     assert planned.parameters == adapters + count_parameters(shape)
     # a resumed run reads what was chosen, and changes nothing
     again = check(json.loads(chosen.model_dump_json()))
-    assert choose_targets(again, again.model.lora, shape) == chosen
+    assert choose_targets(again, shape) == chosen
 
 
 def test_a_run_without_adapters_writes_a_configuration_that_is_accepted_again() -> None:

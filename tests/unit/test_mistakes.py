@@ -77,7 +77,7 @@ BASE --adjust-lr half => adjust_lr is 'half': input should be a valid number
 BASE --adjust-lr inf => adjust_lr is 'inf': input should be a finite number
 BASE --data.eval_fraction 0.1 --data.eval x.jsonl => data.eval names held-out data; remove one of them
 BASE --data.eval_fraction 1 => data.eval_fraction is '1': input should be less than 1
-BASE --run.patience 2 => run.patience is 2 evaluations but only the end of the run is evaluated
+BASE --run.patience 2 => run.patience: only the end of the run is evaluated
 BASE --gpus 8 => describe a machine to plan for; add --dry-run or leave them out
 BASE --run.overwrite true => run.overwrite: not supported; a run deletes nothing that it finds; choose another
 BASE --data.train --run.save_last => --data.train needs a value
@@ -100,9 +100,9 @@ KTO --kto.reference cached => kto.reference is 'cached' but must be "live" or a 
 KTO --kto.desirable_weight 0 --kto.undesirable_weight 0 => nothing would be trained
 SFT --sft.loss_type dft --sft.label_smoothing 0.1 => sft.loss_type "dft" has none
 SFT --kto.beta 0.2 => kto.beta: stage 'sft' reads no settings of kto; remove them, or set stage = 'kto'
-SFT --run.eval_every 5 => run.eval_every is 5 but there is nothing to evaluate; set data.eval
-DEMO --data.train_on all => data.train_on is 'all' but stage 'dpo' trains the last answer only
---stage pt --model.path m --run.steps 3 --data.truncation drop => data.truncation is 'drop' but stage 'pt' trains every
+SFT --run.eval_every 5 => run.eval_every: there is nothing to evaluate; set data.eval
+DEMO --data.train_on all => data.train_on: stage 'dpo' trains the last answer only
+--stage pt --model.path m --run.steps 3 --data.truncation drop => data.truncation: stage 'pt' trains every
 --stage sft --run.steps 3 --model.init random --data.train PLACE/chats.jsonl --model.arch llama-3-8b \
 => nearest: llama3-8b
 SFT --model.config.model_type mixtral => model_type 'mixtral'

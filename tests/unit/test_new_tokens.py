@@ -72,12 +72,10 @@ def test_tokenizer_and_vocabulary_grow_together(tmp_path):
     rest = {"stage": "pt", "run": {"steps": 1}, "data": {"train": "x"}}
     config = check({"model": given, **rest})
     base = read_config(folder)
-    found = read_tokenizer(config, stage_of(config), base, folder)
+    found = read_tokenizer(stage_of(config), base, folder)
     shape, tokenizer, place, template = found
     assert len(before) + 50 == len(tokenizer) > base.vocab_size and shape.vocab_size % 64 == 0
-    _, weights = initial_weights(
-        config, stage_of(config), shape, tokenizer, template, folder, place
-    )
+    _, weights = initial_weights(stage_of(config), shape, tokenizer, template, folder, place)
     assert [*weights.new_rows] == [*range(len(before), shape.vocab_size)]
     for text, row in zip(added, range(len(before), len(tokenizer))):
         assert tokenizer.encode(f"a{text}a", add_special_tokens=False)[1] == row
@@ -85,11 +83,11 @@ def test_tokenizer_and_vocabulary_grow_together(tmp_path):
     for wrong in (["<t1>", "<t1>"], [before.eos_token], ["<t1>", ""]):
         config = check({"model": given | {"add_tokens": wrong}, **rest})
         with pytest.raises(ConfigError, match="model.add_tokens: .* has an empty token"):
-            read_tokenizer(config, stage_of(config), base, folder)
+            read_tokenizer(stage_of(config), base, folder)
     # the rows of the tokens that this tokenizer has beyond the model's would never be filled
     small = replace(base, vocab_size=len(before) - 12)
     with pytest.raises(ConfigError, match=rf"has {len(before)} tokens but the model's vocab"):
-        read_tokenizer(check({"model": given, **rest}), stage_of(config), small, folder)
+        read_tokenizer(stage_of(check({"model": given, **rest})), small, folder)
 
 
 @torch.no_grad()

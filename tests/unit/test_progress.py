@@ -85,8 +85,7 @@ def test_a_bar_inside_another_one_moves_no_cursor_in_a_file(shown, screen):
 COMMANDS = """
 ulysses.train --config configs/demo/sft.toml
 ulysses.cli export a b
-ulysses.export a b
-ulysses.report a
+ulysses.cli report a
 """
 
 

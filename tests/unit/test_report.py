@@ -1,4 +1,4 @@
-"""python -m ulysses.report: metrics in any state, the page, the picture."""
+"""ulysses report: metrics in any state, the page, the picture."""
 
 import re
 import xml.etree.ElementTree as ElementTree

@@ -84,9 +84,9 @@ def test_kto_refuses_data_of_one_example():
     with pytest.raises(
         ConfigError, match=r"data\.train has one example but kto's baseline pairs"
     ):
-        check_examples(config := check({"stage": "kto"}), stage_of(config), data, None)
+        check_examples(stage_of(check({"stage": "kto"})), data, None)
     free = check({"stage": "kto", "kto": {"loss_type": "apo_zero_unpaired"}})
-    check_examples(free, stage_of(free), data, None)
+    check_examples(stage_of(free), data, None)
 
 
 # The weights' quantisation and the rank of adapters; the file's name as the first runs gave it.

@@ -17,7 +17,7 @@ from tests.model_folder import demo_model, tiny_config, write_model
 from ulysses.check.preflight import prepare
 from ulysses.check.setting_checks import check_settings
 from ulysses.config.command_line import check, known_keys, parse_command_line, put
-from ulysses.config.section import ConfigError, refuse
+from ulysses.config.section import ConfigError
 from ulysses.disk import write_json
 
 # as Python and as JSON write them
@@ -194,9 +194,3 @@ def test_a_file_that_is_nested_too_deeply_is_refused(deep, tmp_path):
     with pytest.raises(ConfigError) as caught:
         parse_command_line(["--config", str(tmp_path / "a.toml")])
     assert re.search("deep|depth", str(caught.value))
-
-
-def test_what_two_checks_have_met_is_told_once():
-    absent = "there is no /x; correct the path"
-    with pytest.raises(ConfigError, match=f"^model.path: {absent}$"):
-        refuse([absent, ConfigError(absent, "model.path"), ConfigError(absent)])

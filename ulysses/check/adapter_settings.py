@@ -7,13 +7,20 @@ from models.arch import ModelConfig
 from models.expert_files import MLP_TARGETS
 from models.folders import ADAPTER_CONFIG, base_folder, name_of_base, read_adapter_config
 from models.kinds import empty_model
-from ulysses.config.schema import RULE_TARGETS, Config, LoraSection
+from ulysses.config.schema import (
+    FUSED_TARGETS,
+    RULE_TARGETS,
+    SEPARATE_TARGETS,
+    Config,
+    LoraSection,
+)
 from ulysses.config.section import Values
 from ulysses.stages.base import Stage
 
 
-def check_adapters(lora: LoraSection, shape: ModelConfig, config: Config) -> Iterator[str]:
+def check_adapters(config: Config, shape: ModelConfig) -> Iterator[str]:
     """Yield why adapters cannot be trained as the settings say, or why their base cannot be quantised."""
+    lora = config.model.lora
     if lora.rank > shape.hidden_size:
         yield (
             f"model.lora.rank: is {lora.rank} but the model's matrices are {shape.hidden_size} wide; set a "
@@ -57,8 +64,9 @@ def _errors_of_experts(lora: LoraSection, shape: ModelConfig) -> Iterator[str]:
         )
 
 
-def choose_targets(config: Config, lora: LoraSection, shape: ModelConfig) -> Config:
+def choose_targets(config: Config, shape: ModelConfig) -> Config:
     """Add the modules of linear attention to the adapters' targets where nobody has set these."""
+    lora = config.model.lora
     if "targets" in lora.model_fields_set:
         return config
     targets = [*lora.targets, *rule_targets(shape)]
@@ -66,13 +74,14 @@ def choose_targets(config: Config, lora: LoraSection, shape: ModelConfig) -> Con
     return config.model_copy(update={"model": config.model.model_copy(update=model)})
 
 
-def choose_base(config: Config, stage: Stage, folder: Path) -> Config:
+def choose_base(stage: Stage, folder: Path) -> Config:
     """Decide what becomes of an adapter in the model's folder, if there is one: it is continued, or merged.
 
     An adapter with the settings of the run is continued: the run has its base, and starts from its A and B. Any other
     one is merged. Since no folder holds such a base, exports are whole models then. An adapter is merged too if the
     stage compares with the model that training starts from, because the base without adapters stands for that model.
     """
+    config = stage.config
     if not (folder / ADAPTER_CONFIG).is_file():
         return config
     lora, raw = config.model.lora, read_adapter_config(folder)
@@ -94,6 +103,5 @@ def rule_targets(shape: ModelConfig) -> tuple[str, ...]:
     """Return which modules of linear attention may have an adapter."""
     if not shape.delta:
         return ()
-    if shape.family.fused_projections:
-        return RULE_TARGETS[4:]
-    return *RULE_TARGETS[:4], RULE_TARGETS[-1]
+    names = FUSED_TARGETS if shape.family.fused_projections else SEPARATE_TARGETS
+    return *names, "out_proj"

@@ -44,7 +44,6 @@ MOST_EXAMPLES = 2**28  # of an epoch, whose order is in memory
 class RunInputs:
     """What a run starts from, as the checks found it; after a dry run with findings some of it is None."""
 
-    config: Config
     stage: Stage
     shape: ModelConfig
     folder: Path | None  # of the model; None for a shape given by name or keys
@@ -58,6 +57,10 @@ class RunInputs:
     kernel: KernelChoice
     resume_from: Path | None
     disk_warning: str
+
+    @property
+    def config(self) -> Config:
+        return self.stage.config
 
 
 # ---------------------------------------------------------------- data
@@ -76,7 +79,7 @@ def check_sources(config: Config) -> None:
 
 
 def check_examples(
-    config: Config, stage: Stage, train: TokenizedDataset, held_out: TokenizedDataset | None
+    stage: Stage, train: TokenizedDataset, held_out: TokenizedDataset | None
 ) -> None:
     """Refuse opened data with a source of which nothing is trained on, or an example longer than a micro-batch."""
     counts = np.bincount(train.sources, minlength=len(train.source_weights))
@@ -93,7 +96,7 @@ def check_examples(
                 f"{count}; raise its own, or remove it"
             )
     refuse([*stage.check_data(train)])
-    budget = config.batch.tokens_per_microbatch
+    budget = stage.config.batch.tokens_per_microbatch
     for data in (train, held_out):
         if data and budget != "auto":
             check_fits(int(data.lengths.max()), budget)
@@ -151,14 +154,14 @@ def check_routers(model: ModelSection, shape: ModelConfig) -> Iterator[str]:
 
 
 def fit_window(
-    config: Config, stage: Stage, shape: ModelConfig, setting: str = "data.max_length"
+    stage: Stage, shape: ModelConfig, setting: str = "data.max_length"
 ) -> ModelConfig:
     """Return the shape with a window that holds the run's longest sequence.
 
     Random weights, and a model that is to extrapolate, may learn a longer window than they have. For all others
     ConfigError refuses such a sequence. `setting` names a frozen model, if the shape is not the trained one's.
     """
-    longest = stage.requirements.longest_example
+    config, longest = stage.config, stage.requirements.longest_example
     window, scaling = shape.max_position_embeddings, shape.rope_scaling
     is_trained = setting == "data.max_length"
     learns = is_trained and config.model.init == "random"
@@ -206,7 +209,6 @@ def check_weights(
 
 
 def initial_weights(
-    config: Config,
     stage: Stage,
     shape: ModelConfig,
     tokenizer: PreTrainedTokenizerFast,
@@ -215,6 +217,7 @@ def initial_weights(
     tokenizer_path: Path,
 ) -> tuple[ModelConfig, InitialWeights]:
     """Return the shape as config.json of the export describes it, and the weights that training starts from."""
+    config = stage.config
     pretrained = config.model.init == "pretrained"
     shape = stage.exported_config(shape, tokenizer)
     if template and not stage.reward:
@@ -243,12 +246,13 @@ def initial_weights(
 
 
 def read_tokenizer(
-    config: Config, stage: Stage, shape: ModelConfig, folder: Path | None
+    stage: Stage, shape: ModelConfig, folder: Path | None
 ) -> tuple[ModelConfig, PreTrainedTokenizerFast | None, Path | None, ChatTemplate | None]:
     """Return the shape with model.add_tokens, the tokenizer, where it was read and, for chats, its template.
 
     All but the shape is None if the tokenizer should come with the model, and that is absent.
     """
+    config = stage.config
     if name := config.model.tokenizer:
         path = Path(name)
         if not path.exists():

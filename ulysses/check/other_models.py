@@ -5,26 +5,10 @@ from collections.abc import Iterator
 from models.arch import ModelConfig
 from models.folders import read_config, resolve_model
 from models.initial_weights import InitialWeights
-from ulysses.check.input_files import check_weights, fit_window
-from ulysses.config.schema import Config
-from ulysses.config.section import collecting, error_context
+from ulysses.check.input_files import check_weights
+from ulysses.config.section import error_context
 from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
 from ulysses.stages.base import AuxiliaryModel, Stage
-
-
-def read_others(
-    config: Config,
-    stage: Stage,
-    need_weights: bool,
-    others: dict[str, InitialWeights],
-) -> list[object]:
-    """Put the weights of frozen models into `others`, by the settings that name them; return what is wrong."""
-    errors: list[object] = []
-    for other in filter(lambda model: model.path, stage.requirements.models):
-        with collecting(errors):
-            others[other.setting] = weights = read_other(other, need_weights=need_weights)
-            fit_window(config, stage, weights.shape, other.setting)
-    return errors
 
 
 def read_other(other: AuxiliaryModel, *, need_weights: bool = True) -> InitialWeights:

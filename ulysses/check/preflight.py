@@ -67,10 +67,10 @@ def prepare(
     # ---------------------------------------------------------------- files, each of which may be absent
     with collecting(errors):
         check_sources(config)
-    if model.path and not Path(model.path).is_dir():
-        with collecting(errors):
-            shape = published_shape(config)
     with collecting(errors):
+        # a dry run can plan with the shape of a well-known model that is not on this machine
+        if model.path and not Path(model.path).is_dir():
+            shape = published_shape(config)
         shape, folder = read_shape(config, strict)
     if shape:
         if absent := [*check_parts(config, shape)]:
@@ -81,7 +81,7 @@ def prepare(
                 with error_context("model.path"):
                     check_weights(shape, folder, reward=stage.reward, quantize=model.quantize)
         with collecting(errors):
-            shape = fit_window(config, stage, shape)
+            shape = fit_window(stage, shape)
         errors += check_routers(model, shape)
         if model.lora.rank:
             from ulysses.check.adapter_settings import (
@@ -90,22 +90,24 @@ def prepare(
                 choose_targets,
             )
 
-            errors += check_adapters(model.lora, shape, config)
-            config = choose_targets(config, model.lora, shape)
+            errors += check_adapters(config, shape)
+            stage = replace(stage, config=choose_targets(config, shape))
             if folder and model.init == "pretrained":
                 with collecting(errors):
-                    config = choose_base(config, stage, folder)
-            stage = replace(stage, config=config)
+                    stage = replace(stage, config=choose_base(stage, folder))
+            config = stage.config
         with collecting(errors):
-            shape, tokenizer, tokenizer_path, template = read_tokenizer(
-                config, stage, shape, folder
-            )
+            shape, tokenizer, tokenizer_path, template = read_tokenizer(stage, shape, folder)
         with collecting(errors):
             attention, kernel = choose_kernel(config, stage, shape, strict)
     if others:
-        from ulysses.check.other_models import check_vocabularies, read_others
+        from ulysses.check.other_models import check_vocabularies, read_other
 
-        errors += read_others(config, stage, strict, other_weights)
+        for other in others:
+            with collecting(errors):
+                read = read_other(other, need_weights=strict)
+                fit_window(stage, read.shape, other.setting)
+                other_weights[other.setting] = read
     if config.ppo.reward or config.ppo.rollout:
         from ulysses.rl.rewards import check_rewards
 
@@ -125,7 +127,7 @@ def prepare(
             errors += check_vocabularies(stage, shape, tokenizer, others, other_weights)
         with collecting(errors):
             shape, weights = initial_weights(
-                config, stage, shape, tokenizer, template, folder, tokenizer_path
+                stage, shape, tokenizer, template, folder, tokenizer_path
             )
         if weights:
             with collecting(errors):
@@ -136,7 +138,6 @@ def prepare(
             disk_warning = check_disk(stage, shape, resume_from)
         refuse(errors, findings)
     return RunInputs(
-        config=config,
         stage=stage,
         shape=shape,
         folder=folder,

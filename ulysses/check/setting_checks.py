@@ -36,7 +36,9 @@ def check_settings(
             f"one of {divisors(world_size)}"
         )
     errors += contradictions(config, stage)
-    errors += check_packages(config, looks=findings is not None)
+    errors += check_packages(config)
+    if findings is None:  # a dry run starts no trackers, whose packages it does not need
+        errors += check_trackers(config)
     # wrong keys in the tables of DeepSpeed and of the gradient policies
     with collecting(errors):
         if raw := config.deepspeed.zero_optimization:
@@ -46,18 +48,13 @@ def check_settings(
     return stage
 
 
-def check_packages(config: Config, looks: bool = False) -> Iterator[str]:
-    """Yield which settings need a package that is not installed, or a class that cannot be imported.
-
-    A command that only `looks` at a run starts no trackers, whose packages it does not need.
-    """
+def check_packages(config: Config) -> Iterator[str]:
+    """Yield which settings need a package, or a part of this engine, that is not installed."""
     if config.model.quantize == "nf4":
         yield from _absent("model.quantize", "bitsandbytes")
     if config.optimizer.moments == "8bit":
         yield from _absent("optimizer.moments", "bitsandbytes")
     yield from check_parts(config)
-    if not looks:
-        yield from check_trackers(config)
     if importlib.util.find_spec("deepspeed") is None:
         yield f"the package deepspeed is not installed; install deepspeed {TESTED}"
     elif (installed := version("deepspeed")) != TESTED:

@@ -5,11 +5,13 @@
 Here too are the sentences that refuse a wrong configuration, and what --help prints.
 """
 
+import difflib
 import json
 import re
 import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from types import UnionType
@@ -18,7 +20,6 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origi
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from ulysses.config.foreign_names import explain_unknown
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import (
     CREDENTIALS,
@@ -112,6 +113,43 @@ def _sentences(error: ValidationError, keys: dict[str, FieldInfo]) -> list[str]:
     about = {key: info.description.rstrip(".").replace("\n", " ") for key, info in keys.items()}
     hints = (f"{text} ({about.get(key, 'a table of settings')})" for key, text in wrong.items())
     return [*unknown, *hints]
+
+
+@cache
+def foreign_names() -> Values:
+    """Read what other trainers call their settings, and what to do about each; the migration reads it, too."""
+    names = tomllib.loads(Path(__file__).with_name("foreign_names.toml").read_text())
+    rules = names["ours"].items()
+    names["ours"] = {n: rule if isinstance(rule, dict) else {"key": rule} for n, rule in rules}
+    kinds = ("ours", "not_needed", "by_hand", "not_supported")
+    names["rules"] = {
+        name: (kind, rule) for kind in kinds for name, rule in names[kind].items()
+    }
+    return names
+
+
+def explain_unknown(key: str, keys: list[str]) -> str:
+    """Return one sentence about an unknown setting: what it is called here, or why it is not there.
+
+    Args:
+        keys: all of our settings.
+    """
+    names, last = foreign_names(), key.rpartition(".")[2]
+    for name in (key, last):
+        kind, rule = names["rules"].get(name, ("", {}))
+        if kind == "ours":
+            note = f" ({rule['note']})" if "note" in rule else ""
+            end = rule["key"].removeprefix("STAGE")
+            ours = " or ".join(ours for ours in keys if ours.endswith(end))
+            return f"{key}: unknown; here it is {ours}{note}"
+        if kind == "not_needed":
+            return f"{key}: not needed here ({rule}); leave it out"
+        if kind:
+            return f"{key}: not supported; {rule}"
+    same_name = [ours for ours in keys if ours.endswith(f".{last}")]
+    if near := same_name or difflib.get_close_matches(key, keys, 1, 0.8):
+        return f"{key}: unknown; did you mean {' or '.join(near)}?"
+    return f"{key}: unknown; ulysses train --help lists the settings"
 
 
 def still_known(values: Values) -> Values:
@@ -292,11 +330,13 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
             f"run.steps is {run.steps} and run.epochs is {run.epochs:g}, but exactly one of them must be above "
             "0; set the one that you mean"
         )
+    if data.eval and data.eval_fraction:
+        yield f"data.eval_fraction is {data.eval_fraction:g} but data.eval names held-out data; remove one of them"
     tables = {*LEARNING_RATES} - {config.stage}
     if stage and stage.requirements.rollout:
         tables -= {"ppo"}  # where the settings of sampling stand
     # settings that the run does not read, by the beginnings of their names, under the reason
-    unread = {
+    unread: dict[str, tuple[str, ...]] = {
         f"stage {config.stage!r} reads no settings of {name}; remove them, or set stage = {name!r}": (
             f"{name}.",
         )
@@ -305,8 +345,25 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
     if not model.lora.rank:
         reason = "model.lora.rank is 0, which trains all weights; set the rank, or remove them"
         unread[reason] = ("model.lora.",)
+    if (
+        "rows" not in config.ppo.sampler
+    ):  # with them nothing is evaluated, and the stage says so
+        if not (data.eval or data.eval_fraction):
+            reason = "there is nothing to evaluate; set data.eval or data.eval_fraction, or remove it"
+            unread[reason] = ("run.eval_every", "run.samples")
+        if not run.eval_every:
+            reason = "only the end of the run is evaluated; set run.eval_every, or remove it"
+            unread[reason] = ("run.patience",)
     if stage:
         unread |= stage.unread
+        name = f"stage {config.stage!r}"
+        if stage.dataset_type in ("text", "ranked"):
+            unread[f"{name} answers no prompts; remove it"] = ("run.samples",)
+        if stage.dataset_type == "text":
+            reason = f"{name} trains every token, longer documents in pieces; remove it"
+            unread[reason] = ("data.train_on", "data.truncation")
+        elif stage.dataset_type != "sequence":
+            unread[f"{name} trains the last answer only; remove it"] = ("data.train_on",)
     # defaults are no wish of the user's: the config.json of a run has them all
     given = [
         key for key, info in known_keys().items() if attrgetter(key)(config) != info.default
@@ -314,33 +371,5 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
     for reason, names in unread.items():
         if found := [key for key in given if key.startswith(names)]:
             yield f"{', '.join(sorted(found))}: {reason}"
-    if data.eval and data.eval_fraction:
-        yield f"data.eval_fraction is {data.eval_fraction:g} but data.eval names held-out data; remove one of them"
-    if run.patience and not run.eval_every and not config.ppo.takes_rows:
-        yield (
-            f"run.patience is {run.patience} evaluations but only the end of the run is evaluated; set "
-            "run.eval_every"
-        )
-    for key in ("eval_every", "samples"):
-        # with rows nothing is evaluated, and the stage says so
-        if (value := getattr(run, key)) and not (
-            data.eval or data.eval_fraction or config.ppo.takes_rows
-        ):
-            yield (
-                f"run.{key} is {value} but there is nothing to evaluate; set data.eval or data.eval_fraction, or "
-                f"run.{key} = 0"
-            )
-    if not stage:
-        return
-    if run.samples and stage.dataset_type in ("text", "ranked"):
-        yield f"run.samples is {run.samples} but stage {config.stage!r} answers no prompts; set it to 0"
-    if stage.dataset_type != "sequence":
-        trained, refused = "the last answer only", {"train_on"}
-        if stage.dataset_type == "text":
-            trained, refused = (
-                "every token, longer documents in pieces",
-                refused | {"truncation"},
-            )
-        for key, value in data.model_dump(include=refused, exclude_defaults=True).items():
-            yield f"data.{key} is {value!r} but stage {config.stage!r} trains {trained}; remove it"
-    yield from stage.check()
+    if stage:
+        yield from stage.check()

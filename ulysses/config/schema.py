@@ -29,16 +29,10 @@ from ulysses.config.section import (
 )
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# The projections of linear attention, in one form or another: models have separate or fused ones.
-RULE_TARGETS = (
-    "in_proj_qkv",
-    "in_proj_z",
-    "in_proj_b",
-    "in_proj_a",
-    "in_proj_qkvz",
-    "in_proj_ba",
-    "out_proj",
-)
+# The projections of linear attention: models have separate or fused ones, and all have the last one.
+SEPARATE_TARGETS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+FUSED_TARGETS = ("in_proj_qkvz", "in_proj_ba")
+RULE_TARGETS = (*SEPARATE_TARGETS, *FUSED_TARGETS, "out_proj")
 Sources = Annotated[str | Values | list[str | Values], LOCAL]
 
 

@@ -98,13 +98,6 @@ def refuse(errors: list[object], findings: list[str] | None = None) -> None:
     Args:
         findings: of a dry run: collects the sentences about what is absent, which then refuse nothing.
     """
-    texts = {str(error): error for error in errors}
-    # what two checks have met is told once, by the one that names the setting
-    errors = [
-        error
-        for text, error in texts.items()
-        if not text or not any(other != text and other.endswith(text) for other in texts)
-    ]
     if findings is not None:
         findings += [str(error) for error in errors if isinstance(error, AbsentError)]
         errors = [error for error in errors if not isinstance(error, AbsentError)]

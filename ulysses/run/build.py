@@ -15,7 +15,7 @@ from ulysses.config.section import error_context
 from ulysses.data.read.sources import parse_sources
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader
-from ulysses.data.serve.tokenise import open_dataset
+from ulysses.data.serve.tokenise import Tokenising
 from ulysses.memory.levels import LayerMemory
 from ulysses.memory.offload import Offloader
 from ulysses.parallel.mesh import ParallelMesh
@@ -38,16 +38,16 @@ def open_data(inputs: RunInputs) -> tuple[TokenizedDataset, TokenizedDataset | N
     def opened(setting: object, kind: str, held_out: bool = False) -> TokenizedDataset:
         sources = parse_sources(setting)
         with error_context("data", absent=any(source.is_on_hub for source in sources)):
-            return open_dataset(
+            tokenising = Tokenising(
                 sources,
                 kind,
                 inputs.tokenizer,
                 inputs.template,
                 data,
-                held_out=held_out,
-                share_prompts=config.batch.share_prompts,
+                held_out,
                 vocabulary=inputs.shape.vocab_size,
             )
+            return tokenising.open(share_prompts=config.batch.share_prompts)
 
     train, held_out = opened(data.train, stage.trained_type or stage.dataset_type), None
     if data.eval_fraction:
@@ -55,7 +55,7 @@ def open_data(inputs: RunInputs) -> tuple[TokenizedDataset, TokenizedDataset | N
     elif data.eval:
         held_out = opened(data.eval, stage.dataset_type)
     with error_context():
-        check_examples(config, stage, train, held_out)
+        check_examples(stage, train, held_out)
     return train, held_out
 
 

@@ -176,7 +176,11 @@ def pack_step(
     """
     check_fits(max(tokens, default=0), tokens_per_microbatch)
     count = max(1, -(-sum(tokens) // (tokens_per_microbatch * groups)))
-    while (bins := _fill(tokens, costs, tokens_per_microbatch, count * groups)) is None:
+    bins = None
+    while bins is None:
+        space = tokens, tokens_per_microbatch, count * groups
+        # balanced by cost, else tightly by length: the fullest bin with room wastes least
+        bins = _fill(costs, min, *space) or _fill(tokens, max, *space)
         count += 1
 
     # heaviest first, so that neighbours, which run at the same time, have similar work
@@ -185,16 +189,6 @@ def pack_step(
 
 
 def _fill(
-    tokens: list[int], costs: list[float], tokens_per_microbatch: int, count: int
-) -> list[list[int]] | None:
-    """Put every example into one of `count` bins, balanced by cost, else tightly by length; None if neither fits."""
-    bins = _fill_by(costs, min, tokens, tokens_per_microbatch, count)
-    if bins is None:  # the fullest bin with room wastes least
-        bins = _fill_by(tokens, max, tokens, tokens_per_microbatch, count)
-    return bins
-
-
-def _fill_by(
     sizes: Sequence[float],
     choose: Callable[..., int],
     tokens: list[int],

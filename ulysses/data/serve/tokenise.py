@@ -78,48 +78,20 @@ Columns = dict[str, Any]  # examples as the files hold them: tokens, weights and
 Part = tuple[str, int, np.ndarray]
 
 
-def open_dataset(
-    sources: list[Source],
-    kind: str,
-    tokenizer: PreTrainedTokenizerFast,
-    template: ChatTemplate | None,
-    settings: DataSection,
-    *,
-    held_out: bool = False,
-    share_prompts: bool = False,
-    vocabulary: int = 0,
-) -> TokenizedDataset:
-    """Open the tokenised sources; the first process to come tokenises them if data.cache does not hold them yet.
+@dataclass
+class Tokenising:
+    """Turns sources into a folder of tokens, and opens it.
 
     Args:
         kind: what a stage needs: text, sequence, pair, ranked, unpaired, prompt or trajectory.
         template: the chat template of conversations; None for text.
         settings: the [data] table. Its sources and its template are the other arguments.
         held_out: take the rows that are held out for evaluation, and not the others.
-        share_prompts: let the examples say which sequences begin with the same prompt.
         vocabulary: how many tokens a trajectory may consist of.
 
-    Raises DataError: missing or broken data, named by file and row, in every process.
-    """
-    data = Tokenising(sources, kind, tokenizer, template, settings, held_out, vocabulary)
-    build_once(data.folder, data.build)
-    check_once(data.folder / DIGESTS, data.cache, data.folder)
-    dataset = TokenizedDataset(
-        data.folder,
-        sources,
-        settings.stopping_strategy,
-        max_length=settings.max_length,
-        share_prompts=share_prompts,
-    )
-    note_sources(data.sources, dataset.report)
-    return dataset
-
-
-@dataclass
-class Tokenising:
-    """Turns rows into a folder of tokens; the fields are the arguments of `open_dataset`.
-
     From when this object is made until the folder is complete, the files of the sources must not change.
+
+    Raises DataError: missing or broken data, named by file and row, in every process.
     """
 
     sources: list[Source]
@@ -127,7 +99,7 @@ class Tokenising:
     tokenizer: PreTrainedTokenizerFast
     template: ChatTemplate | None
     settings: DataSection
-    held_out: bool
+    held_out: bool = False
     vocabulary: int = 0
 
     def __post_init__(self) -> None:
@@ -156,6 +128,24 @@ class Tokenising:
             self.vocabulary if self.kind == "trajectory" else None,
         ]
         self.folder = self.cache / "tokenized" / digest_of_value(content)[:32]
+
+    def open(self, *, share_prompts: bool = False) -> TokenizedDataset:
+        """Open the folder; the first process to come tokenises the sources if data.cache does not hold it yet.
+
+        Args:
+            share_prompts: let the examples say which sequences begin with the same prompt.
+        """
+        build_once(self.folder, self.build)
+        check_once(self.folder / DIGESTS, self.cache, self.folder)
+        dataset = TokenizedDataset(
+            self.folder,
+            self.sources,
+            self.settings.stopping_strategy,
+            max_length=self.settings.max_length,
+            share_prompts=share_prompts,
+        )
+        note_sources(self.sources, dataset.report)
+        return dataset
 
     def _files(self) -> Path:
         """Return a path that changes with the names, sizes and times of the sources' files."""
@@ -347,12 +337,11 @@ class Tokenising:
             room_beside_answer = limit - (longest - prompt_length)
             least_prompt = max(1, min(prompt_length, limit // 4))
             removed = max(0, prompt_length - max(room_beside_answer, least_prompt))
-        after_bos = int(first[0] == self.encoder.bos)
-
-        def kept(values: list) -> list:
-            return (values[:after_bos] + values[after_bos + removed :])[:limit]
-
-        cut = [(kept(ids), kept(weights)) for ids, weights in sequences]
+        start = int(first[0] == self.encoder.bos)  # BOS stays
+        cut = [
+            tuple((values[:start] + values[start + removed :])[:limit] for values in sequence)
+            for sequence in sequences
+        ]
         if self.kind != "prompt" and not all(any(weights[1:]) for _, weights in cut):
             after = " after truncation" if longest > limit else ""
             raise DropRowError(f"no trained token is left{after}")
