@@ -11,7 +11,7 @@ from models.decoder import CausalLM
 from models.kinds import count_parameters
 from models.lora import LoraLinear, add_adapters
 from tests import rows_of
-from tests.family_case import FAMILIES, raw
+from tests.family_case import FAMILIES
 from ulysses.check.adapter_settings import check_adapters, choose_targets
 from ulysses.check.preflight import prepare
 from ulysses.config.command_line import check
@@ -20,13 +20,6 @@ from ulysses.plan.hardware import GIB, Machine
 from ulysses.plan.layer_cost import plain_model
 from ulysses.plan.planner import choose_memory, memory_line, planner_model
 from ulysses.plan.step_cost import Question
-
-
-def test_an_interval_arranges_the_layers_that_no_list_arranges():
-    config = raw("qwen3_5_text", num_hidden_layers=7, full_attention_interval=3)
-    mixers = [kind.mixer for kind in ModelConfig.from_hf(config).layers]
-    assert [i for i, mixer in enumerate(mixers) if mixer == "full_attention"] == [2, 5]
-
 
 LINEAR_LAYER, FULL_LAYER = "linear_attention", "full_attention"
 ARRANGED = [
