@@ -110,6 +110,11 @@ def test_an_adapter_is_read_as_peft_merges_it(base, tmp_path, task, rslora):
     assert len(moved) == 4 and all("q_proj" in n or "down_proj" in n for n in moved)
 
 
+UNFIT = json.loads("""{
+    "use_dora": true, "peft_type": "LOHA", "alpha_pattern": {"q_proj": 1}, "init_lora_weights": "pissa"
+}""")
+
+
 def test_adapters_that_are_more_than_lora_are_refused(base, tmp_path, merge):
     folder, absent = tmp_path / "adapter", str(tmp_path / "absent")
     adapter_by_peft(base, folder)
@@ -123,10 +128,8 @@ def test_adapters_that_are_more_than_lora_are_refused(base, tmp_path, merge):
             WeightFiles(folder)
         assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 
-    refused("use_dora = ", use_dora=True)
-    refused("peft_type = ", peft_type="LOHA")
-    refused("alpha_pattern = ", alpha_pattern={"q_proj": 1})
-    refused("init_lora_weights = ", init_lora_weights="pissa")
+    for name, value in UNFIT.items():
+        refused(f"{name} = ", **{name: value})
     refused("there is no folder", FileNotFoundError, base_model_name_or_path=absent)
     said = f"base_model_name_or_path in {folder / 'adapter_config.json'} is '{absent}'"
     assert said in merge(folder, 2)

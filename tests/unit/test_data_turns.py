@@ -97,6 +97,7 @@ ALONE = "an answer has <think> or </think> alone"
         (QWEN3, THINK.format("t", "Use </think> so."), THINK.format("t", "Use </think> so.")),
         (QWEN3, QUOTES, THINK.format("", QUOTES)),
         (QWEN3, "Use <think> and </think>.", THINK.format("", "Use <think> and </think>.")),
+        (QWEN35, "a", THINK.format("", "a")),
         (QWEN35, RAW, THINK.format("t", "a")),
         (QWEN35, QUOTES, ALONE),
         (QWEN35, "<think>\ncut off", ALONE),
