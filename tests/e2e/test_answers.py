@@ -40,11 +40,9 @@ def place(tmp_path_factory):
     shape = ModelConfig.from_hf(json.loads((place / "model" / CONFIG).read_text()))
     reward = RewardModel(shape)
     init_weights(reward)
-    shutil.copytree(place / "model", place / "cold")
-    write_json(place / "cold/generation_config.json", {"do_sample": True, "temperature": 0.0})
-    shutil.copytree(place / "model", place / "frozen")
-    frozen = {"do_sample": True, "temperature": 1e-300}  # no logit divided by this is finite
-    write_json(place / "frozen/generation_config.json", frozen)
+    variant(place, "cold", generation={"do_sample": True, "temperature": 0.0})
+    # no logit divided by this is finite
+    variant(place, "frozen", generation={"do_sample": True, "temperature": 1e-300})
     shutil.copytree(
         place / "model", place / "reward", ignore=shutil.ignore_patterns("*.safetensors")
     )
