@@ -18,7 +18,6 @@ import torch
 from examples import calculator
 from tests import ROOT
 from tests.harness import PATIENCE, until
-from tests.tiny_tokenizer import made_tokenizer
 from ulysses.config.section import UserCodeError
 from ulysses.config.stage_sections import PpoSection
 from ulysses.data.read.chat import ChatTemplate
@@ -44,11 +43,6 @@ TOOLS = [
 ]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 4}}\n</tool_call>'
 TIGHT = '<tool_call>{"name":"add","arguments":{"a":4}}</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return made_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 class Scripted:

@@ -184,17 +184,6 @@ def test_held_out_sets_are_drawn_together(tmp_path):
     assert last == [[4 + i / 4] * 2 for i in range(3)]
 
 
-def test_the_legend_names_runs_and_held_out_sets(tmp_path):
-    run = training(70)
-    run[-1] |= {"eval/loss": 1.0, "eval/math/loss": 2.0}
-    (legend,) = draw_figures({"run": read_run(write(tmp_path / "run", run))})[0].legends
-    lines = {line.get_label(): line for line in legend.get_lines()}
-    assert list(lines) == [" run", " run eval", " run eval/math"]
-    assert [line.get_linestyle() for line in lines.values()] == ["-", ":", ":"]
-    said = legend.get_title().get_text()
-    assert said == "pale: each step; line: running mean; dots: held out"
-
-
 @pytest.mark.parametrize("rows", [None, '{"step": 1, "lo'])
 def test_folders_without_metrics_are_refused(tmp_path, capsys, rows):
     good, bad = write(tmp_path / "good", training(3)), tmp_path / "bad"
