@@ -1,5 +1,6 @@
 """PPO outside the loop: what a rollout holds, which steps it gives, where its scores come from, what is refused."""
 
+import json
 import math
 from contextlib import ExitStack, closing
 from itertools import cycle
@@ -453,18 +454,19 @@ def test_several_rewards_have_weights_and_held_out_prompts_show_each_by_name():
     assert metrics[f"objective/scores/{HALF}"] == pytest.approx(3.5 / 4)
 
 
-@pytest.mark.parametrize(
-    "completion, answer, score",
-    [
-        ("3 + 4 = 7, so she pays $1,007.", "3 and 4\n#### 1007", 1.0),
-        ("The answer is 7.0", "7", 1.0),
-        ("7 apples, 8 pears", "7", 0.0),
-        ("It is -3,", -3, 1.0),
-        ("no idea", "nor here", 0.0),
-    ],
-)
+# what is said, the row's answer as JSON, and the score
+VERIFIED = r"""
+3 + 4 = 7, so she pays $1,007. => "3 and 4\n#### 1007" => 1
+The answer is 7.0 => "7" => 1
+7 apples, 8 pears => "7" => 0
+It is -3, => -3 => 1
+no idea => "nor here" => 0
+"""
+
+
+@pytest.mark.parametrize("completion, answer, score", rows_of(VERIFIED))
 def test_verifiable_reward(completion, answer, score):
-    assert gsm8k_reward("", completion, {"answer": answer}) == score
+    assert gsm8k_reward("", completion, {"answer": json.loads(answer)}) == float(score)
 
 
 def test_answers_end_with_a_turn(tmp_path):
