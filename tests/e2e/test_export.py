@@ -122,6 +122,21 @@ def test_a_checkpoint_of_a_merged_adapter_is_not_continued_on_its_base(adapter, 
     )
 
 
+# what is exported and where to, the current folder being TMP/models, and what is said
+COMPLAINTS = """
+RUN => TMP/out => is not a complete checkpoint
+CHECKPOINT => RUN/metrics.jsonl/out => metrics.jsonl
+CHECKPOINT => RUN/checkpoints => checkpoints holds step-2, but an export needs a new or empty folder
+CHECKPOINT => CHECKPOINT => step-2 holds rank-
+CHECKPOINT => CHECKPOINT/out => which is read for it; give a folder apart
+CHECKPOINT => RUN/tokenizer => tokenizer holds chat_template.jinja,
+CHECKPOINT => RUN => RUN holds
+CHECKPOINT => TMP/models/ => models holds other, but an export needs a new or empty folder
+CHECKPOINT => . => models holds other, but
+CHECKPOINT => TMP/link => link holds other, but
+"""
+
+
 def test_export_complains_in_one_sentence(run, tmp_path, capsys, monkeypatch):
     """Above all of a folder around other models, also as the current one, or through a link; nothing is lost."""
     checkpoint, models = run / "checkpoints/step-2", tmp_path / "models"
@@ -129,27 +144,12 @@ def test_export_complains_in_one_sentence(run, tmp_path, capsys, monkeypatch):
     (models / "other/weights").write_text("x")
     (tmp_path / "link").symlink_to(models)
     monkeypatch.chdir(models)
-    for source, out, complaint in (
-        (run, tmp_path / "out", "is not a complete checkpoint"),
-        (checkpoint, run / "metrics.jsonl/out", "metrics.jsonl"),
-        (
-            checkpoint,
-            run / "checkpoints",
-            "checkpoints holds step-2, but an export needs a new or empty folder",
-        ),
-        (checkpoint, checkpoint, "step-2 holds rank-"),
-        (checkpoint, checkpoint / "out", "which is read for it; give a folder apart"),
-        (checkpoint, run / "tokenizer", "tokenizer holds chat_template.jinja, "),
-        (checkpoint, run, f"{run} holds "),
-        (
-            checkpoint,
-            f"{models}/",
-            "models holds other, but an export needs a new or empty folder",
-        ),
-        (checkpoint, ".", "models holds other, but"),
-        (checkpoint, tmp_path / "link", "link holds other, but"),
-    ):
-        assert main([str(source), str(out)]) == 2
+    places = {"CHECKPOINT": checkpoint, "RUN": run, "TMP": tmp_path}
+    for row in rows_of(COMPLAINTS):
+        for name, place in places.items():
+            row = [cell.replace(name, str(place)) for cell in row]
+        source, out, complaint = row
+        assert main([source, out]) == 2
         said = capsys.readouterr().err
         assert said.startswith("error: ") and complaint in said and len(said.splitlines()) == 1
     assert not (tmp_path / "out").exists() and (models / "other/weights").read_text() == "x"

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from tests import rows_of
 from tests.unit.test_layout import simulated_mesh
 from ulysses.parallel import (
     ParallelMesh,
@@ -124,14 +125,16 @@ def test_segment_sums_are_accurate_where_prefix_sums_cancel(shape):
     assert not torch.allclose(naive.double(), wanted[1:], rtol=1e-2)
 
 
-@pytest.mark.parametrize(
-    "first, message",
-    [
-        (([], []), "a sequence has no tokens; drop it"),
-        (([1, 2, 3], [0, 1]), "loss_weights has 2 entries for 3 tokens"),
-        (([1, 2], [0.0, float("nan")]), "loss_weights has a value that is not finite"),
-    ],
-)
-def test_bad_sequences_and_packs_are_refused(first, message):
+# tokens and weights, and what is said
+BAD = """
+[] => [] => a sequence has no tokens; drop it
+[1, 2, 3] => [0, 1] => loss_weights has 2 entries for 3 tokens
+[1, 2] => [0, NaN] => loss_weights has a value that is not finite
+"""
+
+
+@pytest.mark.parametrize("tokens, weights, message", rows_of(BAD))
+def test_bad_sequences_and_packs_are_refused(tokens, weights, message):
     with pytest.raises(ValueError, match=message):
-        pack_shard([Sequence(*first), Sequence([1, 2], [0, 1])], ParallelMesh())
+        first = Sequence(json.loads(tokens), json.loads(weights))
+        pack_shard([first, Sequence([1, 2], [0, 1])], ParallelMesh())
