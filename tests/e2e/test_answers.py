@@ -31,6 +31,24 @@ from ulysses.disk import write_json
 QUESTIONS = ["Where is the lamp?", "Who owns the brown table, and what is it made of?", "Hi"]
 
 
+# models of which no answer can be had; no logit divided by the temperature of the last one is finite
+FOLDERS = json.loads("""{
+    "nameless": {"config": {"architectures": null}},
+    "empty": {"config": {"architectures": []}},
+    "unknown": {"config": {"architectures": ["FooForCausalLM"]}},
+    "no-model": {"config": {"architectures": ["pipeline"]}},
+    "two": {"base": "reward", "config": {"num_labels": 2, "id2label": {"0": "a", "1": "b"}}},
+    "tagger": {"base": "reward", "config": {"architectures": ["LlamaForTokenClassification"]}},
+    "word": {"generation": {"eos_token_id": "</s>"}},
+    "words": {"generation": {"eos_token_id": [2, "2"]}},
+    "tables": {"generation": {"eos_token_id": {"a": 1}}},
+    "beyond": {"generation": {"eos_token_id": [657, 704]}},
+    "beyond-it": {"config": {"eos_token_id": 704}},
+    "cold": {"generation": {"do_sample": true, "temperature": 0.0}},
+    "frozen": {"generation": {"do_sample": true, "temperature": 1e-300}}
+}""")
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A language model, a reward model, and rows for both."""
@@ -40,14 +58,13 @@ def place(tmp_path_factory):
     shape = ModelConfig.from_hf(json.loads((place / "model" / CONFIG).read_text()))
     reward = RewardModel(shape)
     init_weights(reward)
-    variant(place, "cold", generation={"do_sample": True, "temperature": 0.0})
-    # no logit divided by this is finite
-    variant(place, "frozen", generation={"do_sample": True, "temperature": 1e-300})
     shutil.copytree(
         place / "model", place / "reward", ignore=shutil.ignore_patterns("*.safetensors")
     )
     write_weights(place / "reward", reward.named_parameters())
     write_json(place / "reward" / CONFIG, shape.to_hf(reward=True))
+    for name, changes in FOLDERS.items():
+        variant(place, name, **changes)
     rows = [
         {"messages": [{"role": "user", "content": text}], "id": i}
         for i, text in enumerate(QUESTIONS)
@@ -200,7 +217,7 @@ def test_settings_of_the_folder_are_followed_or_told(place, generate):
     drawn = variant(place, "drawn", generation=wishes)
     rows, said = generate(drawn)
     assert rows != plain and 'answers follow {"do_sample": true, "temperature": 0.5' in said
-    assert generate(variant(place, "word", generation={"temperature": "hot"}))[0] == plain
+    assert generate(variant(place, "hot", generation={"temperature": "hot"}))[0] == plain
     drawn = drawn.rename(place / "drawn greedily")
     assert generate(drawn, "--greedy")[0] == plain
 
@@ -297,54 +314,27 @@ def test_a_chat_that_is_killed_leaves_no_merged_model(place, tmp_path, number):
     assert not [*(tmp_path / "tmp").glob("*/export")] and process.returncode == 128 + number
 
 
-FOLDERS = json.loads("""{
-    "nameless": {"config": {"architectures": null}},
-    "empty": {"config": {"architectures": []}},
-    "unknown": {"config": {"architectures": ["FooForCausalLM"]}},
-    "no model": {"config": {"architectures": ["pipeline"]}},
-    "two": {"base": "reward", "config": {"num_labels": 2, "id2label": {"0": "a", "1": "b"}}},
-    "tagger": {"base": "reward", "config": {"architectures": ["LlamaForTokenClassification"]}},
-    "word": {"generation": {"eos_token_id": "</s>"}},
-    "words": {"generation": {"eos_token_id": [2, "2"]}},
-    "tables": {"generation": {"eos_token_id": {"a": 1}}},
-    "beyond": {"generation": {"eos_token_id": [657, 704]}},
-    "beyond it": {"config": {"eos_token_id": 704}}
-}""")
-UNUSABLE = """
-generate nameless => nameless cannot be used: it is a model without architectures in config.json; ulysses score
-generate empty => it is a model without architectures in config.json
-generate unknown => it is a FooForCausalLM; ulysses score takes
-generate no-model => it is a pipeline; ulysses score takes
-score nameless => it is a model without architectures in config.json
-score two => ulysses score takes a reward model, a ...ForSequenceClassification of one label (this has 2)
-score tagger => it is a LlamaForTokenClassification; ulysses score takes
-generate word => eos_token_id in generation_config.json is '</s>', but must be a number, or a list of numbers
-generate words => is [2, '2'], but must be a number, or
-generate tables => is {'a': 1}, but must be a number
-generate beyond => is [657, 704], but must be a number, or a list of numbers, below the vocab_size 704; correct it
-generate beyond-it => eos_token_id in config.json is 704, but must be a number
-"""
-
-
-@pytest.mark.parametrize("words, sentence", rows_of(UNUSABLE))
-def test_folders_that_cannot_be_used(words, sentence, place, tmp_path, capsys):
-    command, name = words.split()
-    folder = variant(place, tmp_path / name, **FOLDERS[name.replace("-", " ")])
-    assert main([command, str(folder), str(place / "pairs.jsonl"), str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith(f"error: {folder} cannot be used: ") and sentence in said
-    assert not (tmp_path / "out").exists()
-
-
 REFUSED = """
 score model rows.jsonl out => is a LlamaForCausalLM; ulysses score takes a reward model
 chat reward => is a LlamaForSequenceClassification
 generate model rows.jsonl rows.jsonl => rows.jsonl exists already; name another file
-generate absent/model rows.jsonl no/such/out => there is no folder {place}/no/such for out; make it
-score absent/model pairs.jsonl rows.jsonl/out => there is no folder {place}/rows.jsonl for out
+generate absent/model rows.jsonl no/such/out => there is no folder PLACE/no/such for out; make it
+score absent/model pairs.jsonl rows.jsonl/out => there is no folder PLACE/rows.jsonl for out
 generate absent/model absent.jsonl out => absent.jsonl does not exist
 generate absent/model rows.jsonl out => there is no folder
 generate model rows.jsonl out --tokens 0 => --tokens is 0 but must be at least 1
+generate nameless pairs.jsonl out => nameless cannot be used: it is a model without architectures in config.json
+generate empty pairs.jsonl out => empty cannot be used: it is a model without architectures in config.json
+generate unknown pairs.jsonl out => unknown cannot be used: it is a FooForCausalLM; ulysses score takes
+generate no-model pairs.jsonl out => no-model cannot be used: it is a pipeline; ulysses score takes
+score nameless pairs.jsonl out => nameless cannot be used: it is a model without architectures in config.json
+score two pairs.jsonl out => a reward model, a ...ForSequenceClassification of one label (this has 2)
+score tagger pairs.jsonl out => tagger cannot be used: it is a LlamaForTokenClassification; ulysses score takes
+generate word pairs.jsonl out => eos_token_id in generation_config.json is '</s>', but must be a number, or a list
+generate words pairs.jsonl out => is [2, '2'], but must be a number, or
+generate tables pairs.jsonl out => is {'a': 1}, but must be a number
+generate beyond pairs.jsonl out => is [657, 704], but must be a number, or a list of numbers, below the vocab_size 704
+generate beyond-it pairs.jsonl out => eos_token_id in config.json is 704, but must be a number
 generate cold rows.jsonl out => strictly positive
 generate frozen rows.jsonl out => probability tensor contains
 """
@@ -360,5 +350,5 @@ def test_refusals(words, sentence, place, capsys, monkeypatch):
     before = held()
     assert main(words.split()) == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("error: ") and sentence.format(place=place) in said
+    assert said.startswith("error: ") and sentence.replace("PLACE", str(place)) in said
     assert held() == before
