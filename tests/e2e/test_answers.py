@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from models.arch import ModelConfig
-from models.folders import CONFIG
+from models.folders import CONFIG, read_json
 from models.scored import RewardModel
 from models.writing import GENERATION, write_weights
 from tests import rows_of
@@ -55,7 +55,7 @@ def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("answers")
     demo_model(place / "model")
     (place / "model/chat_template.jinja").write_text(template_text(None, "llama3"))
-    shape = ModelConfig.from_hf(json.loads((place / "model" / CONFIG).read_text()))
+    shape = ModelConfig.from_hf(read_json(place / "model" / CONFIG))
     reward = RewardModel(shape)
     init_weights(reward)
     shutil.copytree(
@@ -73,8 +73,8 @@ def place(tmp_path_factory):
         {"prompt": QUESTIONS[0], "chosen": "In the hall.", "rejected": "No."},
         {"prompt": "Hi", "response": "Ahoy!"},
     ]
-    for name, content in (("rows", rows), ("pairs", pairs)):
-        (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    write_rows(place / "rows.jsonl", rows)
+    write_rows(place / "pairs.jsonl", pairs)
     return place
 
 
@@ -179,7 +179,7 @@ def test_weights_that_are_not_the_models_give_no_answers(
 def variant(place, name, base="model", config=(), generation=()):
     """Copy a model's folder with changes of its config.json, and with a generation_config.json."""
     folder = shutil.copytree(place / base, place / name)
-    write_json(folder / CONFIG, json.loads((folder / CONFIG).read_text()) | dict(config))
+    write_json(folder / CONFIG, read_json(folder / CONFIG) | dict(config))
     write_json(folder / GENERATION, dict(generation))
     return folder
 

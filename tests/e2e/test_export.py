@@ -1,6 +1,5 @@
 """An export loads in transformers, equals what was trained, and is written and loaded without holding the model."""
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from models.arch import ModelConfig
 from models.decoder import init_parameter
+from models.folders import read_json
 from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
 from models.kinds import empty_model
@@ -88,7 +88,7 @@ def test_a_run_on_an_adapter_says_what_becomes_of_it_and_its_export_loads(
     is_continued = not typed
     assert (out / "adapter_config.json").exists() == is_continued
     if is_continued:
-        settings = json.loads((out / "adapter_config.json").read_text())
+        settings = read_json(out / "adapter_config.json")
         assert settings["base_model_name_or_path"] == str(base)
         assert 'base_model: "model"' in (out / "README.md").read_text()
     # all of them begin with the merged weights, and one step moves them little

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from models.arch import ModelConfig
+from models.folders import read_json
 from tests.e2e.launch import ROOT, environment, metrics, ranks, tiny
 from tests.e2e.read_export import read_all
 from tests.model_folder import tiny_config, write_model
@@ -56,7 +57,7 @@ def train(stage, base, output, typed=""):
 
 
 def read(file):
-    return json.loads(file.read_text())
+    return read_json(file)
 
 
 def merge(source, out):

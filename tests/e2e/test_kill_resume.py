@@ -10,6 +10,7 @@ import time
 import pytest
 
 from models.arch import ModelConfig
+from models.folders import read_json
 from models.kinds import empty_model
 from tests.e2e.launch import Ranks, metrics, ranks, rows, tiny, without_times
 from ulysses.zero.state import KINDS, SavedSlices
@@ -70,7 +71,7 @@ def kill_at(place, step):
 def assert_complete(checkpoints):
     """Whatever looks like a checkpoint holds every element of every parameter."""
     for folder in checkpoints.glob("step-*"):
-        state = json.loads((folder / "run.json").read_text())
+        state = read_json(folder / "run.json")
         assert state["step"] == int(folder.name.removeprefix("step-"))
         saved, model = SavedSlices(folder), empty_model(ModelConfig.from_hf(state["shape"]))
         sizes = {name: p.numel() for name, p in model.named_parameters()}

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from models.arch import ModelConfig
 from models.decoder import CausalLM
-from models.folders import ADAPTER_WEIGHTS, read_config
+from models.folders import ADAPTER_WEIGHTS, read_config, read_json
 from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
 from models.multimodal import CARRIED
@@ -139,13 +139,13 @@ def test_the_text_model_trains_and_the_rest_travels(base, tmp_path):
     merged, again = tmp_path / "merged", tmp_path / "again"
     assert main([str(tmp_path / "adapted/checkpoints/step-1"), str(merged), "--merge"]) == 0
     assert main(["--merge", str(adapters), str(again)]) == 0
-    source, found = json.loads((base / "config.json").read_text()), []
+    source, found = read_json(base / "config.json"), []
     for out in (base, whole, merged, again):
         before, after = carried(base), carried(out)
         assert before.keys() == after.keys() and len(before) > 10
         assert all(torch.equal(before[name], after[name]) for name in before)
         assert side_files(out) == SIDE_FILES
-        written = json.loads((out / "config.json").read_text())
+        written = read_json(out / "config.json")
         for name in ("architectures", "vision_config"):
             assert written[name] == source[name]
         window = read_config(base).max_position_embeddings

@@ -1,6 +1,5 @@
 """The wheel holds all three packages and nothing else; foreign packages of the same names are refused by their file."""
 
-import json
 import re
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from models.folders import read_json
 from tests.e2e.launch import ROOT, environment, run_script
 from tests.model_folder import demo_model
 
@@ -154,7 +154,7 @@ def test_one_version_everywhere():
 @pytest.mark.parametrize("name, run", [("single_gpu", "notebook"), ("dpo_lora", "preferences")])
 def test_the_notebooks_cells_run_in_order(name, run, tmp_path):
     """At toy size, with a model of random weights in place of the downloaded one."""
-    cells = json.loads((ROOT / f"examples/{name}.ipynb").read_text())["cells"]
+    cells = read_json(ROOT / f"examples/{name}.ipynb")["cells"]
     code = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     model = demo_model(tmp_path / "model")
     for name, value in (("MODEL", str(model)), ("STEPS", 3), ("DTYPE", "float32")):
@@ -163,4 +163,4 @@ def test_the_notebooks_cells_run_in_order(name, run, tmp_path):
     assert "3 steps, loss" in run_script(code, tmp_path).stdout
     assert (tmp_path / f"runs/{run}/report.html").exists()
     answers = tmp_path / "answers.jsonl"
-    assert name != "dpo_lora" or "response" in json.loads(answers.read_text())
+    assert name != "dpo_lora" or "response" in read_json(answers)

@@ -1,6 +1,5 @@
 """Whole runs of DPO, RM, KTO and adapters: training, evaluation, checkpoints, references, exports read by others."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from models.folders import read_config
+from models.folders import read_config, read_json
 from models.initial_weights import InitialWeights
 from models.lora import is_adapter
 from models.scored import RewardModel
@@ -185,7 +184,7 @@ def test_adapters_load_with_peft(base, tmp_path):
         "loading the libraries ...\n",
     )
     assert not list(plain.glob("model*.safetensors"))
-    assert json.loads((plain / "adapter_config.json").read_text())["r"] == 4
+    assert read_json(plain / "adapter_config.json")["r"] == 4
     tokens = torch.arange(3, 60)[None]
     start = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     with torch.no_grad():

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from models.arch import ModelConfig
 from models.decoder import CausalLM
-from models.folders import read_config
+from models.folders import read_config, read_json
 from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
 from models.lora import add_adapters, is_adapter, save_adapters
@@ -118,7 +118,7 @@ UNFIT = json.loads("""{
 def test_adapters_that_are_more_than_lora_are_refused(base, tmp_path, merge):
     folder, absent = tmp_path / "adapter", str(tmp_path / "absent")
     adapter_by_peft(base, folder)
-    config = json.loads((folder / "adapter_config.json").read_text())
+    config = read_json(folder / "adapter_config.json")
     weights = load_file(folder / "adapter_model.safetensors")
 
     def refused(part, kind=ValueError, more=None, **changes):
@@ -184,10 +184,7 @@ def test_merging_keeps_the_precision_of_the_adapters_and_says_what_rounding_take
     said, out = merge(folder, 0), WeightFiles(tmp_path / "out")
     assert {t.dtype for t in out.tensors.values()} == {trained}
     assert read_config(tmp_path / "out") == SHAPE
-    assert (
-        json.loads((tmp_path / "out/config.json").read_text())["torch_dtype"]
-        == str(trained)[6:]
-    )
+    assert read_json(tmp_path / "out/config.json")["torch_dtype"] == str(trained)[6:]
     if trained == torch.float32:
         assert said == f"exported {tmp_path / 'out'}\n"
         assert all(torch.equal(out.read(name), exact[name]) for name in whole)

@@ -1,6 +1,5 @@
 """--dry-run: the plan without weights, data or GPU; findings and exit codes."""
 
-import json
 import re
 import shutil
 from collections import namedtuple
@@ -9,6 +8,7 @@ import pytest
 import torch
 
 from models.arch import ModelConfig
+from models.folders import read_json
 from tests import ROOT, rows_of
 from tests.model_folder import demo_model, write_model
 from ulysses.check.preflight import prepare
@@ -152,7 +152,7 @@ def test_settings_that_do_nothing_are_named(run, tmp_path):
 
 
 def test_a_tokenizer_of_another_model_is_named(run, tmp_path):
-    config = json.loads((DEMO / "model/config.json").read_text()) | {"vocab_size": 4096}
+    config = read_json(DEMO / "model/config.json") | {"vocab_size": 4096}
     write_model(tmp_path / "model", ModelConfig.from_hf(config))
     line = [*demo(tmp_path), "--model.path", tmp_path / "model", "--model.init", "pretrained"]
     _, text = run(*line, "--model.tokenizer", DEMO / "data/tokenizer")

@@ -8,6 +8,7 @@ import pytest
 
 from models.arch import ModelConfig
 from models.families import RopeScaling
+from models.folders import read_json
 from tests import ROOT, rows_of
 from tests.model_folder import tiny_config, write_model
 from ulysses.check.preflight import prepare
@@ -27,7 +28,7 @@ def model(tmp_path):
 
 def edit(model, **changes):
     """Change config.json, and leave nothing of the rotary tables that we write."""
-    raw = json.loads((model / "config.json").read_text()) | {"rope_parameters": None} | changes
+    raw = read_json(model / "config.json") | {"rope_parameters": None} | changes
     write_json(model / "config.json", raw)
     return model
 
