@@ -109,4 +109,4 @@ def test_a_teacher_must_know_all_that_the_student_may_sample(tmp_path):
 def test_without_the_option_ppo_only_the_datas_answers_are_learnt(teacher, tmp_path):
     tree = without(["ppo"], tmp_path)
     refused = start(tree, settings(teacher, tmp_path / "run", "--distill.on_policy 0.5"))
-    assert refused.returncode == 2 and "needs ulysses.rl, which is not part" in refused.stderr
+    assert refused.code == 2 and "needs ulysses.rl, which is not part" in refused.stderr

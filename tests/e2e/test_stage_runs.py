@@ -1,7 +1,5 @@
 """Whole runs of DPO, RM, KTO and adapters: training, evaluation, checkpoints, references, exports read by others."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +15,7 @@ from models.folders import read_config, read_json
 from models.initial_weights import InitialWeights
 from models.lora import is_adapter
 from models.scored import RewardModel
-from tests.e2e.launch import ROOT, environment, metrics, rows, tiny
+from tests.e2e.launch import metrics, python, rows, tiny
 from tests.harness import run_distributed
 from tests.zero_case import filled
 from ulysses.check.preflight import prepare
@@ -177,8 +175,7 @@ def test_adapters_load_with_peft(base, tmp_path):
     line = on_ranks(2, with_adapters(base, "sft", tmp_path / "run"))[-1]
     plain = tmp_path / "run/export"
     [checkpoint] = (tmp_path / "run/checkpoints").iterdir()
-    command = [sys.executable, "-m", "ulysses.export", checkpoint, tmp_path / "again"]
-    said = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT)
+    said = python("-m", "ulysses.export", checkpoint, tmp_path / "again")
     assert (said.stdout, said.stderr) == (
         f"exported {tmp_path / 'again'}\n",
         "loading the libraries ...\n",

@@ -1,11 +1,8 @@
 """A LoRA adapter's folder is read together with its base: slice by slice, as PEFT computes it."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -22,6 +19,7 @@ from models.lora import add_adapters, is_adapter, save_adapters
 from models.quantized import Packed, pack
 from models.writing import whole_weights
 from tests import rows_of
+from tests.e2e.launch import python
 from tests.family_case import FAMILIES
 from tests.memory_case import packed
 from tests.model_folder import logps_there, tiny_config, write_model
@@ -239,8 +237,7 @@ for name in names:
     save_adapters(Path({str(tmp_path)!r}) / name, adapters, section, reward=True)
 """
     exec(code, {"names": "0123"})
-    env = os.environ | {"PYTHONHASHSEED": "1"}
-    subprocess.run([sys.executable, "-c", f"names = '4'\n{code}"], env=env, check=True)
+    python("-c", f"names = '4'\n{code}", PYTHONHASHSEED="1").check()
     first, *others = (
         {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
         for name in "01234"

@@ -5,7 +5,6 @@ import gc
 import importlib
 import multiprocessing
 import re
-import subprocess
 import sys
 from functools import cache
 from graphlib import TopologicalSorter
@@ -14,6 +13,7 @@ from importlib.util import find_spec, resolve_name
 import pytest
 
 from tests import ROOT
+from tests.e2e.launch import python
 from ulysses.options import TRACKERS
 
 PACKAGES = ("losses", "models", "ulysses")
@@ -248,4 +248,4 @@ def test_the_faces_stay_light():
         "bad = {'deepspeed', 'transformers', 'datasets', 'pydantic'} & set(sys.modules)\n"
         "assert not bad, bad"
     )
-    subprocess.run([sys.executable, "-c", light], cwd=ROOT, check=True)
+    python("-c", light).check()
