@@ -195,6 +195,13 @@ def test_each_kind_of_knowledge_stays_in_its_place():
         assert "str(error).replace" not in text, name
 
 
+def test_our_triton_kernels_use_no_atomics():
+    """Sums by atomics come in any order; every kernel of ours has its own place to write to."""
+    texts = [path.read_text() for path in sources()]
+    assert any("@triton.jit" in text for text in texts)
+    assert not any("tl.atomic_" in text for text in texts)
+
+
 @cache
 def _code(text):
     """Return a file's code without its docstrings and other bare strings."""
