@@ -20,10 +20,9 @@ from tests.e2e.launch import ranks, tiny
 from tests.harness import memory_of, run_distributed
 from tests.model_folder import demo_model, logps_there
 from ulysses.check.input_files import read_shape
-from ulysses.check.run_folder import write_run_state
 from ulysses.config.command_line import check
-from ulysses.disk import digest_of, write_json
-from ulysses.export import export_checkpoint, main
+from ulysses.disk import write_json
+from ulysses.export import main
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.run.build import frozen_engine
 from ulysses.run.export_model import export_model
@@ -224,16 +223,10 @@ def test_loading_and_exporting_stream(tmp_path):
     assert all(torch.equal(found.read(name), source.read(name)) for name in found.tensors)
 
 
-def test_merged_adapters_over_a_random_base_are_refused(tmp_path):
+def test_merged_adapters_over_a_random_base_are_refused(tmp_path, capsys):
     """The run drew the base, perhaps on a GPU, whose numbers are others than the CPU's."""
-    model = {"init": "random", "config": LARGE, "lora": {"rank": 2, "merge": True}}
-    run = {"output": "y", "steps": 1}
-    given = {"stage": "pt", "model": model, "data": {"train": "x"}, "run": run}
-    config = check(given).model_dump(mode="json")
-    write_json(tmp_path / "other.json", {})
-    files = {"other.json": digest_of(tmp_path / "other.json")}
-    held = {"config": config, "shape": LARGE, "step": 1, "files": files}
-    write_run_state(tmp_path, held | {"policies": {}, "inputs": {}})
-    with pytest.raises(ValueError, match="drawn at random and is in no file"):
-        export_checkpoint(tmp_path, tmp_path / "out")
+    typed = "--run.steps 1 --run.export false --model.lora.rank 2 --model.lora.merge true"
+    ranks(tiny("sft", tmp_path / "run", typed), 1)
+    assert main([str(tmp_path / "run/checkpoints/step-1"), str(tmp_path / "out")]) == 2
+    assert "drawn at random and is in no file" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

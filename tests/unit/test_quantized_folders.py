@@ -1,7 +1,7 @@
 """A quantised base: its bytes, folders of bitsandbytes, and what is refused."""
 
-import importlib.util
 import json
+import sys
 from functools import partial
 
 import pytest
@@ -215,11 +215,7 @@ def test_experts_that_were_quantised_one_by_one_are_refused(tmp_path):
 
 
 def test_bitsandbytes_is_asked_for(packed_folder, monkeypatch):
-    def absent(name, *rest):
-        return None if name == "bitsandbytes" else found(name, *rest)
-
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", absent)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match="bitsandbytes"):
         plan(packed_folder.parent / "original", "--model.lora.rank 2 --model.quantize nf4")
 
