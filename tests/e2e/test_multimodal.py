@@ -62,9 +62,11 @@ def saved(model_type, folder, text, vision):
     return shutil.copytree(ROOT / "configs/demo/data/tokenizer", folder, dirs_exist_ok=True)
 
 
-def folder_of(model_type, folder, **changes):
-    """Save a tiny model with tensors of MTP."""
-    text = TEXT | changes
+def folder_of(model_type, folder):
+    """Save a tiny model; those of Qwen have tensors of MTP."""
+    if model_type == "gemma3":
+        return saved("gemma3", folder, GEMMA, SIGLIP)
+    text = TEXT | (EXPERTS if model_type == "qwen3_5_moe" else {})
     text["rope_parameters"] = LINEAR["rope_parameters"] | {
         "mrope_section": [1, 1, 0],
         "mrope_interleaved": True,
@@ -96,10 +98,7 @@ def logps_here(folder, tokens):
 @pytest.fixture(scope="module", params=["qwen3_5_moe", "gemma3"])
 def base(request, tmp_path_factory):
     """Linear attention and experts, or files whose names are not those of the modules that adapters belong to."""
-    folder = tmp_path_factory.mktemp("base") / "model"
-    if request.param == "gemma3":
-        return saved("gemma3", folder, GEMMA, SIGLIP)
-    return folder_of(request.param, folder, **EXPERTS)
+    return folder_of(request.param, tmp_path_factory.mktemp("base") / "model")
 
 
 TOKENS = torch.randint(3, 600, (90,), generator=torch.Generator().manual_seed(2))
@@ -185,10 +184,7 @@ def test_a_folder_with_a_vision_config_and_no_vision_is_refused(tmp_path):
 @pytest.mark.parametrize("model_type", ["qwen3_5", "gemma3"])
 def test_adapters_of_reward_models_load_in_peft(model_type, tmp_path):
     """Its class for them holds the whole model, of both families; qwen3_5_moe has none."""
-    if model_type == "gemma3":
-        base = saved("gemma3", tmp_path / "base", GEMMA, SIGLIP)
-    else:
-        base = folder_of(model_type, tmp_path / "base")
+    base = folder_of(model_type, tmp_path / "base")
     line = f"--model.path {base} --model.init pretrained --run.steps 1 --optimizer.lr 0.01 --model.lora.rank 3"
     ranks(tiny("rm", tmp_path / "run", line), 1)
     assert in_peft(tmp_path / "run/export", base, "SequenceClassification", num_labels=1)
