@@ -41,8 +41,8 @@ def open_data(
     tokenizer: Any,
     data: DataSection,
     *,
-    held_out: bool = False,
     share_prompts: bool = False,
+    **more: Any,
 ) -> TokenizedDataset:
     """Open the sources with the template that the table names."""
     template = None
@@ -52,21 +52,21 @@ def open_data(
             template = built_in(tokenizer, name, json.dumps(variables))
         else:
             template = ChatTemplate(tokenizer, name, variables)
-    tokenising = Tokenising(sources, kind, tokenizer, template, data, held_out)
+    tokenising = Tokenising(sources, kind, tokenizer, template, data, **more)
     return tokenising.open(share_prompts=share_prompts)
 
 
 def open_sources(
     given: Any, kind: str = "sequence", length: int = 512, *, folder: Path, tokenizer: Any, cache: str = "cache",
-    template: str = "chatml", share_prompts: bool = False, held_out: bool = False, **settings: Any,
+    template: str = "chatml", share_prompts: bool = False, held_out: bool = False, vocabulary: int = 0,
+    **settings: Any,
 ) -> TokenizedDataset:  # fmt: skip
     """Tokenise what a setting such as data.train names; tests may cut shorter than a run may."""
     given = parse_sources(given)
     settings |= {"cache": str(folder / cache), "chat_template": template, "max_length": length}
     data = DataSection.model_construct(**{"workers": 1, **settings})
-    return open_data(
-        given, kind, tokenizer, data, held_out=held_out, share_prompts=share_prompts
-    )
+    more = {"held_out": held_out, "share_prompts": share_prompts, "vocabulary": vocabulary}
+    return open_data(given, kind, tokenizer, data, **more)
 
 
 def open_rows(

@@ -1,6 +1,5 @@
 """A tiny random model written as a Hugging Face folder."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 
 from models.arch import ModelConfig
 from models.decoder import CausalLM, init_parameter
-from models.folders import CONFIG
+from models.folders import CONFIG, read_json
 from models.scored import RewardModel
 from models.writing import stored_weights, write_weights
 from tests import ROOT
@@ -54,6 +53,6 @@ def logps_there(model: Any, row: torch.Tensor) -> torch.Tensor:
 def demo_model(folder: Path, **changes: Any) -> Path:
     """Write the demo's model with these changes, with weights and its tokenizer."""
     demo = ROOT / "configs/demo"
-    shape = json.loads((demo / "model/config.json").read_text()) | changes
+    shape = read_json(demo / "model/config.json") | changes
     write_model(folder, ModelConfig.from_hf(shape))
     return shutil.copytree(demo / "data/tokenizer", folder, dirs_exist_ok=True)

@@ -249,6 +249,22 @@ q k k falls => must describe .* and rise from 0, here 0
 """.replace("SHAPES", r"they must have one dtype and \(4, 2, 2\) heads of 8")
 
 
+# what a call may not be given besides, and how no module is made
+WRONG_OPTIONS = """
+window=4, causal=False => window is 4 but causal is False; .* leave one of them
+window=0 => window is 0 but a token sees at least
+window=-1 => window is -1 but a token sees at least
+"""
+WRONG_MODULES = """
+num_heads=4, num_kv_heads=2, head_dim=8, window=0 => window is 0 but a token sees at least itself; set it
+num_heads=-4, num_kv_heads=2, head_dim=8 => must divide the .* query heads
+num_heads=0, num_kv_heads=0, head_dim=8 => must divide the .* query heads
+num_heads=0, num_kv_heads=2, head_dim=8 => must divide the .* query heads
+num_heads=4, num_kv_heads=3, head_dim=8 => num_kv_heads is 3 but must divide the 4 query heads
+num_heads=4, num_kv_heads=2, head_dim=8, kernel="flash" => kernel 'flash' is unknown; set auto, flash4, cudnn
+"""
+
+
 def test_wrong_inputs_are_refused():
     attention = UlyssesAttention(None, 4, 2, E)
     q, k = torch.ones(6, 4, E), torch.ones(6, 2, E)
@@ -258,25 +274,12 @@ def test_wrong_inputs_are_refused():
     for names, message in rows_of(WRONG):
         with pytest.raises(ValueError, match=message):
             attention(*map(given.get, names.split()))
-    whole = given["whole"]
-    with pytest.raises(
-        ValueError, match="window is 4 but causal is False; .* leave one of them"
-    ):
-        attention(q, k, k, whole, window=4, causal=False)
-    with pytest.raises(
-        ValueError, match="window is 0 but a token sees at least itself; set it"
-    ):
-        UlyssesAttention(None, 4, 2, E, window=0)
-    for none in (0, -1):
-        with pytest.raises(ValueError, match=f"window is {none} but a token sees at least"):
-            attention(q, k, k, whole, window=none)
-    for heads in ((-4, 2), (0, 0), (0, 2)):
-        with pytest.raises(ValueError, match="must divide the .* query heads"):
-            UlyssesAttention(None, *heads, E)
-    with pytest.raises(ValueError, match="num_kv_heads is 3 but must divide the 4 query heads"):
-        UlyssesAttention(None, 4, 3, E)
-    with pytest.raises(ValueError, match="kernel 'flash' is unknown; set auto, flash4, cudnn"):
-        UlyssesAttention(None, 4, 2, E, kernel="flash")
+    for options, message in rows_of(WRONG_OPTIONS):
+        with pytest.raises(ValueError, match=message):
+            attention(q, k, k, given["whole"], **eval(f"dict({options})"))
+    for options, message in rows_of(WRONG_MODULES):
+        with pytest.raises(ValueError, match=message):
+            UlyssesAttention(None, **eval(f"dict({options})"))
     split = r"splits heads 4 ways, .* construct it as ParallelMesh\(..., num_heads=14\)"
     with pytest.raises(ValueError, match=split):
         UlyssesAttention(simulated_mesh(4, 0, 4), 14, 2, E)

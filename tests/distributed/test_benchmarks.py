@@ -3,12 +3,11 @@
 import argparse
 import json
 import re
-import subprocess
 import sys
 
 import pytest
 
-from tests.e2e.launch import ROOT, environment
+from tests.e2e.launch import ROOT, python
 from tests.harness import run_distributed
 from tests.model_folder import demo_model
 
@@ -60,10 +59,8 @@ def test_preferences_of_a_model_are_judged_before_and_after(tmp_path):
     rows = (ROOT / "configs/demo/data/dpo_train.jsonl").read_text().splitlines()[:200]
     pairs.write_text("\n".join(rows))
     toy = "--batch.examples 8 --model.dtype float32 --optimizer.lr 1e-2 --optimizer.warmup 2 --run.seed 0"
-    study = (
-        f"{sys.executable} benchmarks/real_model.py dpo {model} {pairs} --out {tmp_path} {toy}"
-    )
-    subprocess.run(study.split(), cwd=ROOT, env=environment(), check=True)
+    study = f"benchmarks/real_model.py dpo {model} {pairs} --out {tmp_path} {toy}"
+    python(*study.split()).check()
     header, _, *lines = (tmp_path / "dpo/table.md").read_text().splitlines()
     assert "pairs ranked right (%)" in header and "gain in log-odds" in header
     names = [re.split(r" *\| *", line)[1] for line in lines]
@@ -76,8 +73,7 @@ def test_preferences_of_a_model_are_judged_before_and_after(tmp_path):
 def test_episodes_are_measured_whole_and_with_every_shared_turn_once(tmp_path):
     toy = "--layers 1 --episodes 2 --shortest 64 --longest 80 --prompt 90 --answers 3 --tokens 999"
     run = "-m torch.distributed.run --standalone benchmarks/episodes.py --steps 1 --out"
-    command = f"{sys.executable} {run} {tmp_path / 'rows'} {toy} {' '.join(SHAPE.split())}"
-    subprocess.run(command.split(), cwd=ROOT, env=environment(), check=True)
+    python(*f"{run} {tmp_path / 'rows'} {toy} {SHAPE}".split()).check()
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert [row["case"] for row in rows] == ["episodes", "flat"]
     for row in rows:

@@ -114,4 +114,5 @@ def test_rows_of_a_prefix_count_once_for_each_sequence(seed):
         assert batch.tokens[rows].equal(trees[i].tokens)
         assert batch.positions[rows].equal(torch.arange(len(rows)))
         wanted[rows] += 1
+    assert batch.num_tokens_shared == sum(len(s.tokens) for s in trees) - batch.num_tokens
     assert times_counted(batch).equal(wanted)

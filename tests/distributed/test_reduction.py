@@ -1,5 +1,6 @@
 """Gradients of all ranks add up to each rank's slice: exactly, whatever the nodes, buckets and micro-batches."""
 
+import json
 import os
 from dataclasses import replace
 from functools import partial
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import rows_of
 from tests.engine_case import SHAPE, Case, sequences, zero_engine
 from tests.harness import device, full, run_distributed
 from tests.memory_case import assert_same_gradients
@@ -138,11 +140,17 @@ def nodes(local_size, place):
     return os.environ["LOCAL_WORLD_SIZE"], ranks_of_a_node()
 
 
-@pytest.mark.parametrize(
-    "local_size, place, said, used",
-    [("2", 0, "2", 2), (None, None, "4", 4), ("3", None, "3", 4), ("2", 1, "2", 4)],
-)
-def test_nodes_are_what_the_launcher_says_if_ranks_lie_in_their_order(
-    local_size, place, said, used
-):
-    assert run_distributed(nodes, WORLD, local_size, place, cpu=True) == [(said, used)] * WORLD
+# what the launcher says, the ranks of a node that it comes to, and the ranks of a node that are reduced together
+NODES = """
+"2" => 0 => "2" => 2
+null => null => "4" => 4
+"3" => null => "3" => 4
+"2" => 1 => "2" => 4
+"""
+
+
+@pytest.mark.parametrize("row", rows_of(NODES))
+def test_nodes_are_what_the_launcher_says_if_ranks_lie_in_their_order(row):
+    local_size, place, *wanted = map(json.loads, row)
+    found = run_distributed(nodes, WORLD, local_size, place, cpu=True)
+    assert found == [(*wanted,)] * WORLD

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.data_case import sharing
 from tests.distributed.test_attention import compare
-from tests.harness import device, full, need_gpus, run_distributed
+from tests.forest_case import as_trees, forest
+from tests.harness import device, need_gpus, run_distributed
 from tests.unit.test_kernels import gpu_kernels
 from tests.unit.test_layout import simulated_mesh
 from ulysses import ParallelMesh, Sequence, UlyssesAttention, pack_shard
@@ -24,25 +25,9 @@ def sequence(prompt, answer, draw):
     return Sequence(tokens, (torch.arange(len(tokens)) >= len(prompt)).float())
 
 
-def trees(scale=1):
-    """Packs of trees: several suffixes with prefixes of several lengths; no, one, and all but one token in common."""
-    draw = torch.Generator().manual_seed(0)
-    long, short = (torch.randint(0, WORDS, (n,), generator=draw) for n in (20 * scale, 7))
-    answers = [
-        [(long, 5 * scale), (long, 9 * scale), (long[:13], 6 * scale), (long, scale)],
-        [(short, 3), (short, 4)],
-        [(short[:1], 2), (short[:1], 5)],
-    ]
-    found = [[sequence(prompt, n, draw) for prompt, n in tree] for tree in answers]
-    nothing = [
-        Sequence(torch.tensor([start, 2, 3]), torch.tensor([0.0, 1, 1])) for start in (1, 4)
-    ]
-    # the answers begin with the same tokens, which both train: only the prompt is shared
-    alike = [
-        Sequence(torch.cat([short, torch.tensor([9, 9, end])]), found[1][0].loss_weights)
-        for end in (1, 2)
-    ]
-    return [*found, nothing, alike]
+def drawn(longest=20, **size):
+    """Whole sequences of trees: prefixes of any length, none and all but one token among them."""
+    return forest(0, WORDS, longest=longest, **size)
 
 
 def tables(heads, head_dim, dtype):
@@ -56,87 +41,57 @@ def embed(table, tokens, positions):
     return table[tokens] * (1 + torch.cos(positions.double())).to(table.dtype)[:, None, None]
 
 
-def formula(heads, head_dim=E, scale=1, window=None):
-    """Summed sines of all trained rows, weighted by their targets, and the tables' gradients; sequence by sequence."""
+def formula(heads, head_dim=E, **size):
+    """Summed sines of all rows, weighted by targets and weights, and the tables' gradients; sequence by sequence."""
     whole = tables((heads[0], *heads[1:] * 2), head_dim, torch.float64)
     found = [x.detach().cpu().requires_grad_() for x in whole]
     loss = torch.zeros((), dtype=torch.float64)
-    for given in (s for tree in trees(scale) for s in tree):
+    for given, _ in drawn(**size):
         positions = torch.arange(len(given.tokens))
         q, k, v = (embed(x, given.tokens, positions).transpose(0, 1)[None] for x in found)
-        age = positions[:, None] - positions
-        seen = (age >= 0) & (age < (window or len(age)))
-        out = sdpa(q, k, v, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1)
-        trained = given.loss_weights[1:] != 0
-        loss = loss + (out[:-1].sin() * given.tokens[1:, None, None])[trained].sum()
+        out = sdpa(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+        factors = given.tokens[1:] * given.loss_weights[1:]
+        loss = loss + (out[:-1].sin() * factors[:, None, None]).sum()
     return [loss.detach(), *torch.autograd.grad(loss, found)]
 
 
-def on_ranks(
-    sp,
-    heads,
-    kernel="auto",
-    shared=True,
-    dtype=torch.float64,
-    head_dim=E,
-    scale=1,
-    window=None,
-):
+def on_ranks(sp, heads, kernel="auto", dtype=torch.float64, head_dim=E, **size):
     """The same from packs on all ranks; the loss and the gradients are summed over the group."""
-    mesh = ParallelMesh(sp, num_heads=heads[0], windows=[window])
-    given = [sharing(tree, i) if shared else tree for i, tree in enumerate(trees(scale))]
-    packed = [s for tree in given for s in tree]
-    batch = pack_shard(packed, mesh, device())
+    mesh = ParallelMesh(sp, num_heads=heads[0])
+    batch = pack_shard(as_trees(drawn(**size)), mesh, device())
+    assert batch.num_tokens_shared
     found = tables((heads[0], *heads[1:] * 2), head_dim, dtype)
-    attention = UlyssesAttention(mesh, *heads, head_dim, kernel=kernel, window=window)
+    attention = UlyssesAttention(mesh, *heads, head_dim, kernel=kernel)
     q, k, v = (embed(x, batch.tokens, batch.positions) for x in found)
     out = attention(q, k, v, plan=batch.attention_plan)
-    trained = batch.loss_weights != 0
-    loss = (out.sin() * batch.targets[:, None, None])[trained].sum()
-    grads = torch.autograd.grad(loss, found)
-    totals = [x.detach().double() for x in (loss, *grads)]
+    loss = (out.sin() * (batch.targets * batch.loss_weights)[:, None, None]).sum()
+    totals = [x.detach().double() for x in (loss, *torch.autograd.grad(loss, found))]
     if mesh.sp_group is not None:
         for total in totals:
             torch.distributed.all_reduce(total, group=mesh.sp_group)
-    return totals, int(batch.cu_seqlens[len(packed)])
+    return totals
 
 
-def many(sp, cases, **how):
-    return [on_ranks(sp, heads, **how) for heads in cases]
+def many(sp, cases):
+    return [on_ranks(sp, heads) for heads in cases]
 
 
 @pytest.mark.parametrize("sp", [1, 2, 3, 4])
 def test_shared_prompts_are_the_separate_sequences(sp):
-    """Degrees that divide the heads, that split query rows (3/1, 14/2) and that copy kv heads."""
-    cases, tokens = [(4, 2), (3, 1), (14, 2)], sum(len(s.tokens) for t in trees() for s in t)
-    for heads, (got, packed) in zip(cases, run_distributed(many, sp, sp, cases)[0]):
+    """Degrees that divide the heads, that split query rows (3/1, 14/2) and that copy kv heads.
+
+    test_prefix_trees.py has models whose windows cut prompts anywhere.
+    """
+    cases = [(4, 2), (3, 1), (14, 2)]
+    for heads, got in zip(cases, run_distributed(many, sp, sp, cases)[0]):
         compare(got, formula(heads), 1e-12)
-        assert packed == tokens - (19 + 12 + 12) - 6 - 6
 
 
-def windows_of(sp, cases, windows):
-    return {w: many(sp, cases, window=w) for w in windows}
-
-
-@pytest.mark.parametrize("world, sp", [(1, 1), (3, 3), *full((2, 2), (4, 4), (4, 2))])
-def test_windows_cut_shared_prompts_as_they_cut_separate_sequences(world, sp):
-    """Windows that end inside an answer, inside a prompt, at its first token and before it."""
-    cases, windows = [(4, 2), (3, 1)], [1, 2, 6, 12, 20, 21, 24, 27, 29, 40]
-    for window, results in run_distributed(windows_of, world, sp, cases, windows)[0].items():
-        for heads, (got, _) in zip(cases, results):
-            wanted = formula(heads, window=window)
-            floor = [max(float(x.norm()), 1) for x in wanted]  # dq is 0 under a window of 1
-            for a, b, size in zip(got, wanted, floor):
-                assert float((a - b).norm()) < 1e-12 * size, window
-
-
-def test_results_are_joined_in_parts(monkeypatch):
+@pytest.mark.parametrize("size", [{}, {"trees": 2, "branches": 1}], ids=["many", "a pair"])
+def test_results_are_joined_in_parts(monkeypatch, size):
     """More rows than one part has: of many trees, whose rows have gaps, and of one pair, whose rows are a slice."""
     monkeypatch.setattr("ulysses.parallel.kernels.document.MERGED_ROWS", 3)
-    compare(on_ranks(1, (4, 2))[0], formula((4, 2)), 1e-12)
-    _, pair, *_ = trees()
-    monkeypatch.setattr(f"{__name__}.trees", lambda scale: [pair])
-    compare(on_ranks(1, (4, 2))[0], formula((4, 2)), 1e-12)
+    compare(on_ranks(1, (4, 2), **size), formula((4, 2), **size), 1e-12)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -200,15 +155,15 @@ def test_shared_prompts_need_a_causal_mask(rank):
 
 
 def every_kernel(sp, heads, head_dim):
-    how = {"dtype": torch.bfloat16, "head_dim": head_dim, "scale": 20}
-    return {kernel: on_ranks(sp, heads, kernel, **how)[0] for kernel in gpu_kernels()}
+    how = {"dtype": torch.bfloat16, "head_dim": head_dim, "longest": 400}
+    return {kernel: on_ranks(sp, heads, kernel, **how) for kernel in gpu_kernels()}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sp, heads", [(1, (4, 2)), (2, (4, 2)), (2, (3, 1))])
 def test_every_kernel_of_this_machine_in_bfloat16(sp, heads):
     need_gpus(sp)
-    wanted = formula(heads, head_dim=64, scale=20)
+    wanted = formula(heads, head_dim=64, longest=400)
     for kernel, got in run_distributed(every_kernel, sp, sp, heads, 64)[0].items():
         print(kernel, end=" ")  # shown with a failure
         compare(got, wanted, 2e-2)

@@ -108,6 +108,13 @@ def run(launcher: str, arguments: list[str], processes: int = 1, *, agents: int 
     return Outcome(worst, *map("".join, zip(*texts)))
 
 
+def python(*arguments: Any, cwd: Path = ROOT, **more: str) -> Outcome:
+    """Run Python in a process of its own to its end; `more` are variables of its environment."""
+    line, env = [sys.executable, *map(str, arguments)], environment() | more
+    done = subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True)
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
 class Ranks(Processes):
     """Processes of one run without a launcher, or under torchrun's agent, which is then the only one of `processes`.
 

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from models.arch import ModelConfig
-from models.folders import CONFIG
+from models.folders import CONFIG, read_json
 from models.scored import RewardModel
 from models.writing import GENERATION, write_weights
 from tests import rows_of
 from tests.e2e.launch import tiny
 from tests.e2e.test_stage_runs import on_ranks
-from tests.harness import PATIENCE, full
+from tests.harness import PATIENCE
 from tests.model_folder import demo_model, init_weights
 from tests.tiny_tokenizer import write_rows
 from ulysses.answers import Trained, main
@@ -31,25 +31,40 @@ from ulysses.disk import write_json
 QUESTIONS = ["Where is the lamp?", "Who owns the brown table, and what is it made of?", "Hi"]
 
 
+# models of which no answer can be had; no logit divided by the temperature of the last one is finite
+FOLDERS = json.loads("""{
+    "nameless": {"config": {"architectures": null}},
+    "empty": {"config": {"architectures": []}},
+    "unknown": {"config": {"architectures": ["FooForCausalLM"]}},
+    "no-model": {"config": {"architectures": ["pipeline"]}},
+    "two": {"base": "reward", "config": {"num_labels": 2, "id2label": {"0": "a", "1": "b"}}},
+    "tagger": {"base": "reward", "config": {"architectures": ["LlamaForTokenClassification"]}},
+    "word": {"generation": {"eos_token_id": "</s>"}},
+    "words": {"generation": {"eos_token_id": [2, "2"]}},
+    "tables": {"generation": {"eos_token_id": {"a": 1}}},
+    "beyond": {"generation": {"eos_token_id": [657, 704]}},
+    "beyond-it": {"config": {"eos_token_id": 704}},
+    "cold": {"generation": {"do_sample": true, "temperature": 0.0}},
+    "frozen": {"generation": {"do_sample": true, "temperature": 1e-300}}
+}""")
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A language model, a reward model, and rows for both."""
     place = tmp_path_factory.mktemp("answers")
     demo_model(place / "model")
     (place / "model/chat_template.jinja").write_text(template_text(None, "llama3"))
-    shape = ModelConfig.from_hf(json.loads((place / "model" / CONFIG).read_text()))
+    shape = ModelConfig.from_hf(read_json(place / "model" / CONFIG))
     reward = RewardModel(shape)
     init_weights(reward)
-    shutil.copytree(place / "model", place / "cold")
-    write_json(place / "cold/generation_config.json", {"do_sample": True, "temperature": 0.0})
-    shutil.copytree(place / "model", place / "frozen")
-    frozen = {"do_sample": True, "temperature": 1e-300}  # no logit divided by this is finite
-    write_json(place / "frozen/generation_config.json", frozen)
     shutil.copytree(
         place / "model", place / "reward", ignore=shutil.ignore_patterns("*.safetensors")
     )
     write_weights(place / "reward", reward.named_parameters())
     write_json(place / "reward" / CONFIG, shape.to_hf(reward=True))
+    for name, changes in FOLDERS.items():
+        variant(place, name, **changes)
     rows = [
         {"messages": [{"role": "user", "content": text}], "id": i}
         for i, text in enumerate(QUESTIONS)
@@ -58,8 +73,8 @@ def place(tmp_path_factory):
         {"prompt": QUESTIONS[0], "chosen": "In the hall.", "rejected": "No."},
         {"prompt": "Hi", "response": "Ahoy!"},
     ]
-    for name, content in (("rows", rows), ("pairs", pairs)):
-        (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    write_rows(place / "rows.jsonl", rows)
+    write_rows(place / "pairs.jsonl", pairs)
     return place
 
 
@@ -117,6 +132,7 @@ WEIGHTS = """
 generate model UP gone => does not fit its config.json: missing_keys ['model.layers.0.mlp.up_proj.weight']; check that
 generate model UP twice => does not fit its config.json: unexpected_keys ['model.layers.0.mlp.up_proj.weight2']; check
 generate model UP short => its model.layers.0.mlp.up_proj.weight is torch.Size([351, 128]), but config.json says
+generate model UP cut => PLACE cannot be used: Error while deserializing header
 generate model UP nan => model.layers.0.mlp.up_proj.weight in PLACE holds infinite weights, or some that are not numbers
 generate model UP inf => model.layers.0.mlp.up_proj.weight in PLACE holds infinite weights
 generate model UP pickled => there is no model.safetensors in PLACE; download it again, or convert the model to safeten
@@ -146,10 +162,13 @@ def test_weights_that_are_not_the_models_give_no_answers(
         tensor.fill_(3e38)
     elif fault in ("nan", "inf"):
         tensor[0, 0] = float(fault)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    file = folder / "model.safetensors"
+    save_file(weights, file, {"format": "pt"})
+    if fault == "cut":
+        os.truncate(file, file.stat().st_size // 2)
     if fault == "pickled":
         torch.save(weights, folder / "pytorch_model.bin")
-        (folder / "model.safetensors").unlink()
+        file.unlink()
     rows = "rows.jsonl" if command == "generate" else "pairs.jsonl"
     assert main([command, str(folder), str(place / rows), str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
@@ -160,7 +179,7 @@ def test_weights_that_are_not_the_models_give_no_answers(
 def variant(place, name, base="model", config=(), generation=()):
     """Copy a model's folder with changes of its config.json, and with a generation_config.json."""
     folder = shutil.copytree(place / base, place / name)
-    write_json(folder / CONFIG, json.loads((folder / CONFIG).read_text()) | dict(config))
+    write_json(folder / CONFIG, read_json(folder / CONFIG) | dict(config))
     write_json(folder / GENERATION, dict(generation))
     return folder
 
@@ -198,7 +217,7 @@ def test_settings_of_the_folder_are_followed_or_told(place, generate):
     drawn = variant(place, "drawn", generation=wishes)
     rows, said = generate(drawn)
     assert rows != plain and 'answers follow {"do_sample": true, "temperature": 0.5' in said
-    assert generate(variant(place, "word", generation={"temperature": "hot"}))[0] == plain
+    assert generate(variant(place, "hot", generation={"temperature": "hot"}))[0] == plain
     drawn = drawn.rename(place / "drawn greedily")
     assert generate(drawn, "--greedy")[0] == plain
 
@@ -275,8 +294,7 @@ def test_a_prompt_gets_the_variables_of_its_run(place, tmp_path, monkeypatch):
         assert len(lines(out)) == 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, *full((signal.SIGHUP,))])
-def test_a_chat_that_is_killed_leaves_no_merged_model(place, tmp_path, number):
+def test_a_chat_that_is_killed_leaves_no_merged_model(place, tmp_path):
     peft = pytest.importorskip("peft")
     model = AutoModelForCausalLM.from_pretrained(place / "model")
     peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(
@@ -286,79 +304,35 @@ def test_a_chat_that_is_killed_leaves_no_merged_model(place, tmp_path, number):
     process = subprocess.Popen(
         [sys.executable, "-m", "ulysses.cli", "chat", str(tmp_path / "adapters")],
         stdin=-1, stdout=-1, env=os.environ | {"TMPDIR": str(tmp_path / "tmp")},
-        # tests that were started with nohup ignore SIGHUP, and so would the chat
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     )  # fmt: skip
     assert process.stdout.read(2) == b"> " and any((tmp_path / "tmp").glob("*/export"))
-    process.send_signal(number)
+    process.terminate()
     process.communicate(timeout=PATIENCE)
-    assert not [*(tmp_path / "tmp").glob("*/export")] and process.returncode == 128 + number
-
-
-FOLDERS = json.loads("""{
-    "nameless": {"config": {"architectures": null}},
-    "empty": {"config": {"architectures": []}},
-    "unknown": {"config": {"architectures": ["FooForCausalLM"]}},
-    "no model": {"config": {"architectures": ["pipeline"]}},
-    "two": {"base": "reward", "config": {"num_labels": 2, "id2label": {"0": "a", "1": "b"}}},
-    "tagger": {"base": "reward", "config": {"architectures": ["LlamaForTokenClassification"]}},
-    "word": {"generation": {"eos_token_id": "</s>"}},
-    "words": {"generation": {"eos_token_id": [2, "2"]}},
-    "tables": {"generation": {"eos_token_id": {"a": 1}}},
-    "beyond": {"generation": {"eos_token_id": [657, 704]}},
-    "beyond it": {"config": {"eos_token_id": 704}}
-}""")
-BROKEN = {
-    "cut": lambda file: os.truncate(file, file.stat().st_size // 2),
-    "nothing": lambda file: os.truncate(file, 0),
-    "garbage": lambda file: file.write_bytes(b"x" * 1000),
-    "misshapen": lambda file: save_file(
-        {name: t[:-2].clone() if "q_proj" in name else t for name, t in load_file(file).items()}, file, {"format": "pt"}
-    ),
-}  # fmt: skip
-UNUSABLE = """
-generate nameless => nameless cannot be used: it is a model without architectures in config.json; ulysses score
-generate empty => it is a model without architectures in config.json
-generate unknown => it is a FooForCausalLM; ulysses score takes
-generate no-model => it is a pipeline; ulysses score takes
-score nameless => it is a model without architectures in config.json
-score two => ulysses score takes a reward model, a ...ForSequenceClassification of one label (this has 2)
-score tagger => it is a LlamaForTokenClassification; ulysses score takes
-generate word => eos_token_id in generation_config.json is '</s>', but must be a number, or a list of numbers
-generate words => is [2, '2'], but must be a number, or
-generate tables => is {'a': 1}, but must be a number
-generate beyond => is [657, 704], but must be a number, or a list of numbers, below the vocab_size 704; correct it
-generate beyond-it => eos_token_id in config.json is 704, but must be a number
-generate cut => Error while deserializing header
-generate nothing => Error while deserializing header
-generate garbage => Error while deserializing header
-generate misshapen => q_proj.weight is torch.Size([126, 128]), but config.json says
-"""
-
-
-@pytest.mark.parametrize("words, sentence", rows_of(UNUSABLE))
-def test_folders_that_cannot_be_used(words, sentence, place, tmp_path, capsys):
-    command, name = words.split()
-    if name in BROKEN:
-        folder = shutil.copytree(place / "model", tmp_path / name)
-        BROKEN[name](folder / "model.safetensors")
-    else:
-        folder = variant(place, tmp_path / name, **FOLDERS[name.replace("-", " ")])
-    assert main([command, str(folder), str(place / "pairs.jsonl"), str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith(f"error: {folder} cannot be used: ") and sentence in said
-    assert not (tmp_path / "out").exists()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not [*(tmp_path / "tmp").glob("*/export")]
 
 
 REFUSED = """
 score model rows.jsonl out => is a LlamaForCausalLM; ulysses score takes a reward model
 chat reward => is a LlamaForSequenceClassification
 generate model rows.jsonl rows.jsonl => rows.jsonl exists already; name another file
-generate absent/model rows.jsonl no/such/out => there is no folder {place}/no/such for out; make it
-score absent/model pairs.jsonl rows.jsonl/out => there is no folder {place}/rows.jsonl for out
+generate absent/model rows.jsonl no/such/out => there is no folder PLACE/no/such for out; make it
+score absent/model pairs.jsonl rows.jsonl/out => there is no folder PLACE/rows.jsonl for out
 generate absent/model absent.jsonl out => absent.jsonl does not exist
 generate absent/model rows.jsonl out => there is no folder
 generate model rows.jsonl out --tokens 0 => --tokens is 0 but must be at least 1
+generate nameless pairs.jsonl out => nameless cannot be used: it is a model without architectures in config.json
+generate empty pairs.jsonl out => empty cannot be used: it is a model without architectures in config.json
+generate unknown pairs.jsonl out => unknown cannot be used: it is a FooForCausalLM; ulysses score takes
+generate no-model pairs.jsonl out => no-model cannot be used: it is a pipeline; ulysses score takes
+score nameless pairs.jsonl out => nameless cannot be used: it is a model without architectures in config.json
+score two pairs.jsonl out => a reward model, a ...ForSequenceClassification of one label (this has 2)
+score tagger pairs.jsonl out => tagger cannot be used: it is a LlamaForTokenClassification; ulysses score takes
+generate word pairs.jsonl out => eos_token_id in generation_config.json is '</s>', but must be a number, or a list
+generate words pairs.jsonl out => is [2, '2'], but must be a number, or
+generate tables pairs.jsonl out => is {'a': 1}, but must be a number
+generate beyond pairs.jsonl out => is [657, 704], but must be a number, or a list of numbers, below the vocab_size 704
+generate beyond-it pairs.jsonl out => eos_token_id in config.json is 704, but must be a number
 generate cold rows.jsonl out => strictly positive
 generate frozen rows.jsonl out => probability tensor contains
 """
@@ -374,5 +348,5 @@ def test_refusals(words, sentence, place, capsys, monkeypatch):
     before = held()
     assert main(words.split()) == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("error: ") and sentence.format(place=place) in said
+    assert said.startswith("error: ") and sentence.replace("PLACE", str(place)) in said
     assert held() == before

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from models.folders import read_json
 from tests.e2e.launch import ROOT, environment, metrics
 from tests.e2e.test_packaging import installed  # noqa: F401 (a fixture)
 from ulysses.train import main
@@ -73,7 +74,7 @@ def test_printed_commands_run_as_they_are(demo, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     for line, model in zip(lines, (tmp_path / "YOUR_MODEL", tmp_path / "runs/sft/export")):
         shutil.copytree(folder / "sft/export", model)
-        config = json.loads((model / "config.json").read_text())
+        config = read_json(model / "config.json")
         config["max_position_embeddings"] = 1 << 17  # a window like that of models people train
         (model / "config.json").write_text(json.dumps(config))
         torchrun, arguments = line.replace("\\\n", "").split("-m ulysses.train")

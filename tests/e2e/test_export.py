@@ -1,6 +1,5 @@
 """An export loads in transformers, equals what was trained, and is written and loaded without holding the model."""
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from models.arch import ModelConfig
 from models.decoder import init_parameter
+from models.folders import read_json
 from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
 from models.kinds import empty_model
@@ -20,10 +20,9 @@ from tests.e2e.launch import ranks, tiny
 from tests.harness import memory_of, run_distributed
 from tests.model_folder import demo_model, logps_there
 from ulysses.check.input_files import read_shape
-from ulysses.check.run_folder import write_run_state
 from ulysses.config.command_line import check
-from ulysses.disk import digest_of, write_json
-from ulysses.export import export_checkpoint, main
+from ulysses.disk import write_json
+from ulysses.export import main
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.run.build import frozen_engine
 from ulysses.run.export_model import export_model
@@ -88,7 +87,7 @@ def test_a_run_on_an_adapter_says_what_becomes_of_it_and_its_export_loads(
     is_continued = not typed
     assert (out / "adapter_config.json").exists() == is_continued
     if is_continued:
-        settings = json.loads((out / "adapter_config.json").read_text())
+        settings = read_json(out / "adapter_config.json")
         assert settings["base_model_name_or_path"] == str(base)
         assert 'base_model: "model"' in (out / "README.md").read_text()
     # all of them begin with the merged weights, and one step moves them little
@@ -122,6 +121,21 @@ def test_a_checkpoint_of_a_merged_adapter_is_not_continued_on_its_base(adapter, 
     )
 
 
+# what is exported and where to, the current folder being TMP/models, and what is said
+COMPLAINTS = """
+RUN => TMP/out => is not a complete checkpoint
+CHECKPOINT => RUN/metrics.jsonl/out => metrics.jsonl
+CHECKPOINT => RUN/checkpoints => checkpoints holds step-2, but an export needs a new or empty folder
+CHECKPOINT => CHECKPOINT => step-2 holds rank-
+CHECKPOINT => CHECKPOINT/out => which is read for it; give a folder apart
+CHECKPOINT => RUN/tokenizer => tokenizer holds chat_template.jinja,
+CHECKPOINT => RUN => RUN holds
+CHECKPOINT => TMP/models/ => models holds other, but an export needs a new or empty folder
+CHECKPOINT => . => models holds other, but
+CHECKPOINT => TMP/link => link holds other, but
+"""
+
+
 def test_export_complains_in_one_sentence(run, tmp_path, capsys, monkeypatch):
     """Above all of a folder around other models, also as the current one, or through a link; nothing is lost."""
     checkpoint, models = run / "checkpoints/step-2", tmp_path / "models"
@@ -129,27 +143,12 @@ def test_export_complains_in_one_sentence(run, tmp_path, capsys, monkeypatch):
     (models / "other/weights").write_text("x")
     (tmp_path / "link").symlink_to(models)
     monkeypatch.chdir(models)
-    for source, out, complaint in (
-        (run, tmp_path / "out", "is not a complete checkpoint"),
-        (checkpoint, run / "metrics.jsonl/out", "metrics.jsonl"),
-        (
-            checkpoint,
-            run / "checkpoints",
-            "checkpoints holds step-2, but an export needs a new or empty folder",
-        ),
-        (checkpoint, checkpoint, "step-2 holds rank-"),
-        (checkpoint, checkpoint / "out", "which is read for it; give a folder apart"),
-        (checkpoint, run / "tokenizer", "tokenizer holds chat_template.jinja, "),
-        (checkpoint, run, f"{run} holds "),
-        (
-            checkpoint,
-            f"{models}/",
-            "models holds other, but an export needs a new or empty folder",
-        ),
-        (checkpoint, ".", "models holds other, but"),
-        (checkpoint, tmp_path / "link", "link holds other, but"),
-    ):
-        assert main([str(source), str(out)]) == 2
+    places = {"CHECKPOINT": checkpoint, "RUN": run, "TMP": tmp_path}
+    for row in rows_of(COMPLAINTS):
+        for name, place in places.items():
+            row = [cell.replace(name, str(place)) for cell in row]
+        source, out, complaint = row
+        assert main([source, out]) == 2
         said = capsys.readouterr().err
         assert said.startswith("error: ") and complaint in said and len(said.splitlines()) == 1
     assert not (tmp_path / "out").exists() and (models / "other/weights").read_text() == "x"
@@ -224,16 +223,10 @@ def test_loading_and_exporting_stream(tmp_path):
     assert all(torch.equal(found.read(name), source.read(name)) for name in found.tensors)
 
 
-def test_merged_adapters_over_a_random_base_are_refused(tmp_path):
+def test_merged_adapters_over_a_random_base_are_refused(tmp_path, capsys):
     """The run drew the base, perhaps on a GPU, whose numbers are others than the CPU's."""
-    model = {"init": "random", "config": LARGE, "lora": {"rank": 2, "merge": True}}
-    run = {"output": "y", "steps": 1}
-    given = {"stage": "pt", "model": model, "data": {"train": "x"}, "run": run}
-    config = check(given).model_dump(mode="json")
-    write_json(tmp_path / "other.json", {})
-    files = {"other.json": digest_of(tmp_path / "other.json")}
-    held = {"config": config, "shape": LARGE, "step": 1, "files": files}
-    write_run_state(tmp_path, held | {"policies": {}, "inputs": {}})
-    with pytest.raises(ValueError, match="drawn at random and is in no file"):
-        export_checkpoint(tmp_path, tmp_path / "out")
+    typed = "--run.steps 1 --run.export false --model.lora.rank 2 --model.lora.merge true"
+    ranks(tiny("sft", tmp_path / "run", typed), 1)
+    assert main([str(tmp_path / "run/checkpoints/step-1"), str(tmp_path / "out")]) == 2
+    assert "drawn at random and is in no file" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -3,15 +3,14 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from models.arch import ModelConfig
-from tests.e2e.launch import ROOT, environment, metrics, ranks, tiny
+from models.folders import read_json
+from tests.e2e.launch import metrics, python, ranks, tiny
 from tests.e2e.read_export import read_all
 from tests.model_folder import tiny_config, write_model
 from tests.tiny_tokenizer import CHATML, write_rows, write_tokenizer
@@ -56,7 +55,7 @@ def train(stage, base, output, typed=""):
 
 
 def read(file):
-    return json.loads(file.read_text())
+    return read_json(file)
 
 
 def merge(source, out):
@@ -81,10 +80,8 @@ def merged(adapters, tmp_path_factory):
 def found(adapters, merged, transformers4):
     """What transformers 4.57 and 5 read from exports; tests/parity has every scaling and family as we write them."""
     folders = [adapters, merged]
-    line = [sys.executable, ROOT / "tests/e2e/read_export.py", *folders]
-    path = environment() | {"PYTHONPATH": str(transformers4)}
-    text = subprocess.run(line, env=path, stdout=subprocess.PIPE, check=True).stdout
-    old, new = json.loads(text.splitlines()[-1]), read_all(folders)
+    done = python("tests/e2e/read_export.py", *folders, PYTHONPATH=str(transformers4)).check()
+    old, new = json.loads(done.stdout.splitlines()[-1]), read_all(folders)
     assert old["version"].startswith("4.57") and new["version"].startswith("5.")
     return dict(zip(folders, zip(old["found"], new["found"], strict=True), strict=True))
 

@@ -1,12 +1,10 @@
 """The library examples: the same numbers on every number of processes, under torchrun and without a launcher."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.e2e.launch import ROOT, environment, ranks
+from tests.e2e.launch import python, ranks
 
 
 def forked(example, processes):
@@ -17,11 +15,8 @@ def test_example_prints_the_one_process_gradient_norm():
     """Of 6 heads: 2 ranks, of torchrun, split heads; 4 also split rows."""
     torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2"
     alone, two = (
-        subprocess.check_output(
-            [sys.executable, *start.split(), "examples/library.py"], cwd=ROOT, env=environment(), text=True
-        )
-        for start in ("", torchrun)
-    )  # fmt: skip
+        python(*start.split(), "examples/library.py").check().stdout for start in ("", torchrun)
+    )
     for processes, text in ((1, alone), (2, two), (4, forked("library.py", 4))):
         said = re.search(r"on (\d) processes ([\d.]+), on one process ([\d.]+)", text)
         count, many, one = map(float, said.groups())

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from models.folders import read_json
 from tests.e2e.launch import metrics
 from tests.e2e.test_stage_runs import on_ranks, settings, train
 from tests.engine_case import Case, build_trainer
@@ -42,10 +43,10 @@ def test_what_a_run_leaves_behind_that_ends_when_evaluations_stop_improving(tmp_
     assert last == best + 2 < 40, losses
     assert {p.name for p in checkpoints.iterdir()} == {f"step-{best}", f"step-{last}"}
     assert (tmp_path / "run/export/config.json").exists()
-    state = json.loads((checkpoints / f"step-{last}/run.json").read_text())
+    state = read_json(checkpoints / f"step-{last}/run.json")
     assert state["best"] == [best, pytest.approx(losses[best - 1])]
     for rank in (0, 1):  # every slice's own record tells where it came from
-        record = json.loads((checkpoints / f"step-{last}/rank-0000{rank}.json").read_text())
+        record = read_json(checkpoints / f"step-{last}/rank-0000{rank}.json")
         assert (record["run"], record["step"]) == (state["run"], last)
 
     (_, _, options), *logs, (end, _, _) = told

@@ -1,18 +1,17 @@
 """The wheel holds all three packages and nothing else; foreign packages of the same names are refused by their file."""
 
-import json
 import re
 import shutil
-import subprocess
-import sys
 import tomllib
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.e2e.launch import ROOT, environment, run_script
+from models.folders import read_json
+from tests.e2e.launch import ROOT, python, run_script
 from tests.model_folder import demo_model
 
 PACKAGES = "losses models ulysses".split()
@@ -30,19 +29,19 @@ def installed(tmp_path_factory):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copyfile(ROOT / name, folder / "source" / name)
     build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"  # fetches nothing
-    assert python(folder / "source", ROOT, "-c", build, str(folder)).returncode == 0
+    python("-c", build, folder, cwd=folder / "source").check()
     [wheel] = folder.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(folder / "site")
     return folder / "site"
 
 
-def python(cwd, site, *arguments):
-    env = environment() | {"PYTHONPATH": str(site)}
-    line = [sys.executable, *arguments]
-    return subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True)
+@pytest.fixture
+def elsewhere(installed, tmp_path):
+    """A function that runs Python in an empty folder, with what the wheel holds."""
+    return partial(python, cwd=tmp_path, PYTHONPATH=str(installed))
 
 
-def test_wheel_holds_every_module_and_no_more(installed, tmp_path):
+def test_wheel_holds_every_module_and_no_more(installed, elsewhere):
     files = [path.relative_to(installed) for path in installed.rglob("*") if path.is_file()]
     found = {str(path) for path in files if ".dist-info" not in path.parts[0]}
     assert {name.split("/")[0] for name in found} == set(PACKAGES)
@@ -51,19 +50,19 @@ def test_wheel_holds_every_module_and_no_more(installed, tmp_path):
     ours = {str(p.relative_to(ROOT)) for p in sources if p.name.endswith(kinds)}
     assert {f"{name}/py.typed" for name in PACKAGES} <= ours <= found
     script = "import losses, models, ulysses.run.training_run; print(*(m.__file__ for m in (losses, models, ulysses)))"
-    done = python(tmp_path, installed, "-c", script)  # from an empty folder
+    done = elsewhere("-c", script)  # from an empty folder
     places = [Path(path).parent.parent for path in done.stdout.split()[-3:]]
     assert places == [installed] * 3, done.stderr
 
 
 @pytest.mark.parametrize("name", ["models", "losses"])
-def test_a_foreign_package_is_named_by_its_file(name, installed, tmp_path):
+def test_a_foreign_package_is_named_by_its_file(name, installed, elsewhere, tmp_path):
     foreign = tmp_path / f"{name}.py"
     foreign.touch()
     (tmp_path / "run.toml").write_text('stage = "sft"')  # settings are read before the packages
     sentence = f"{foreign} shadows the engine's own package {name} ({installed / name}); rename it, or start"
-    library = python(tmp_path, installed, "-c", "import ulysses.run.training_run")
-    assert library.returncode == 1 and f"ImportError: {sentence}" in library.stderr
+    library = elsewhere("-c", "import ulysses.run.training_run")
+    assert library.code == 1 and f"ImportError: {sentence}" in library.stderr
     every = ["-m ulysses.train --dry-run --config run.toml"]
     words = (
         *(f"{word} --config run.toml" for word in ("train", "dry-run", "inspect")),
@@ -75,9 +74,9 @@ def test_a_foreign_package_is_named_by_its_file(name, installed, tmp_path):
     # each command asks for both packages in the same words
     for command in every if name == "models" else every[:1] + every[-1:]:
         # the working directory comes first
-        done = python(tmp_path, installed, *command.split())
+        done = elsewhere(*command.split())
         told = done.stderr.removeprefix(BEGUN)
-        assert done.returncode == 1 and told.startswith(f"error: {sentence}")
+        assert done.code == 1 and told.startswith(f"error: {sentence}")
         assert told.count("\n") == 1
     # the packages of an editable installation are looked for last, after the folder of the user
     editable = f"""
@@ -93,14 +92,14 @@ sys.meta_path.insert(sys.meta_path.index(PathFinder) + 1, Editable)
 sys.argv[1:] = ["dry-run", "--config", "run.toml"]
 from ulysses.cli import main
 main()"""
-    done = python(tmp_path, installed, "-c", editable)
+    done = elsewhere("-c", editable)
     told = done.stderr.removeprefix(BEGUN)
-    assert done.returncode == 1 and told.startswith(f"error: {sentence}"), told
-    done = python(tmp_path, installed, "-c", "from ulysses import UlyssesAttention")
-    assert done.returncode == 0, "as a library it needs no models: " + done.stderr
+    assert done.code == 1 and told.startswith(f"error: {sentence}"), told
+    done = elsewhere("-c", "from ulysses import UlyssesAttention")
+    assert done.code == 0, "as a library it needs no models: " + done.stderr
 
 
-def test_help_needs_pydantic_alone_and_a_missing_package_is_named(installed, tmp_path):
+def test_help_needs_pydantic_alone_and_a_missing_package_is_named(elsewhere):
     for absent, code, told in (
         (("torch", "deepspeed", "transformers", "datasets"), 0, "--optimizer.lr float"),
         (
@@ -113,26 +112,26 @@ def test_help_needs_pydantic_alone_and_a_missing_package_is_named(installed, tmp
             f"import sys; sys.argv[1:] = ['train', '--help']; sys.modules |= dict.fromkeys({absent}); "
             "from ulysses.cli import main; main()"
         )
-        done = python(tmp_path, installed, "-c", without)
-        assert done.returncode == code and told in done.stdout + done.stderr
+        done = elsewhere("-c", without)
+        assert done.code == code and told in done.stdout + done.stderr
         assert done.stderr.count("\n") == code
 
 
-def test_the_command_works_from_any_folder_and_answers_at_once(installed, tmp_path):
+def test_the_command_works_from_any_folder_and_answers_at_once(installed, elsewhere, tmp_path):
     [entry] = installed.glob("*.dist-info/entry_points.txt")
     assert "ulysses = ulysses.cli:main" in entry.read_text()
     light = ("import sys; sys.argv[1:] = ['--version']; from ulysses.cli import main; code = main(); "
              "print(sorted({'torch', 'numpy', 'pydantic', 'matplotlib'} & set(sys.modules)), code)")  # fmt: skip
     number = PROJECT["version"]
-    assert python(tmp_path, installed, "-c", light).stdout.splitlines() == [number, "[] 0"]
+    assert elsewhere("-c", light).stdout.splitlines() == [number, "[] 0"]
     cases = {
         "": (0, "dry-run --config FILE"), "wrong": (2, "no command 'wrong'"),
         "report absent": (2, f"there is no {tmp_path / 'absent'}; correct the path"),
         "dry-run --config absent.toml": (2, f"there is no {tmp_path / 'absent.toml'}; correct the path"),
     }  # fmt: skip
     for words, (code, sentence) in cases.items():
-        done = python(tmp_path, installed, "-m", "ulysses.cli", *words.split())
-        assert done.returncode == code and sentence in done.stdout + done.stderr, words
+        done = elsewhere("-m", "ulysses.cli", *words.split())
+        assert done.code == code and sentence in done.stdout + done.stderr, words
 
 
 def test_every_file_that_the_image_copies_exists():
@@ -154,7 +153,7 @@ def test_one_version_everywhere():
 @pytest.mark.parametrize("name, run", [("single_gpu", "notebook"), ("dpo_lora", "preferences")])
 def test_the_notebooks_cells_run_in_order(name, run, tmp_path):
     """At toy size, with a model of random weights in place of the downloaded one."""
-    cells = json.loads((ROOT / f"examples/{name}.ipynb").read_text())["cells"]
+    cells = read_json(ROOT / f"examples/{name}.ipynb")["cells"]
     code = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     model = demo_model(tmp_path / "model")
     for name, value in (("MODEL", str(model)), ("STEPS", 3), ("DTYPE", "float32")):
@@ -163,4 +162,4 @@ def test_the_notebooks_cells_run_in_order(name, run, tmp_path):
     assert "3 steps, loss" in run_script(code, tmp_path).stdout
     assert (tmp_path / f"runs/{run}/report.html").exists()
     answers = tmp_path / "answers.jsonl"
-    assert name != "dpo_lora" or "response" in json.loads(answers.read_text())
+    assert name != "dpo_lora" or "response" in read_json(answers)

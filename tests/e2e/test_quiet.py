@@ -5,7 +5,7 @@ import subprocess
 import sys
 from itertools import chain
 
-from tests.e2e.launch import ROOT, environment, tiny
+from tests.e2e.launch import ROOT, environment, python, tiny
 
 OURS = re.compile(
     r"(loading the libraries|reading the data|building the model|attention kernel|"
@@ -74,13 +74,7 @@ def test_a_start_imports_no_compiler_and_no_part_that_it_does_not_use(tmp_path):
     ]
     line = f"{NOTES}from ulysses.train import main; main({[*chain(*pairs)]}){CALLED}"
     line += f"print({{'deepspeed', 'torch._dynamo', 'sympy', *{OPTIONAL}}} & {{*sys.modules}})"
-    done = subprocess.run(
-        [sys.executable, "-c", line],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
+    done = python("-c", line)
     *_, functions, found = done.stdout.splitlines()
     assert found == "set()", done.stdout + done.stderr
     homes = tuple(f"{ROOT}/{name}/" for name in ("ulysses", "models", "losses"))

@@ -1,6 +1,5 @@
 """Trajectories from outside: rows of files and of a program train as the rollout that they were saved from."""
 
-import json
 import math
 import signal
 from contextlib import nullcontext
@@ -17,6 +16,7 @@ from tests.e2e.launch import metrics, ranks, tiny, without_times
 from tests.e2e.test_stage_runs import configured
 from tests.harness import run_distributed
 from tests.sampling_server import SamplingServer, load
+from tests.tiny_tokenizer import write_rows
 from ulysses.config.section import UserCodeError
 from ulysses.disk import DiskError
 from ulysses.plan.planner import planned_step
@@ -38,7 +38,7 @@ def from_rows(place, typed="", file="rows.jsonl"):
     """A run on the rows in a file or, if it is not there, on the saved ones in another order."""
     path, rows = place / file, saved()
     if not path.exists():
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows[1::2] + rows[::2]))
+        write_rows(path, rows[1::2] + rows[::2])
     return line(
         place / "run", f"--data.train {path} --ppo.sampler rows --ppo.reward {{}} {typed}"
     )
@@ -252,11 +252,11 @@ def test_servers_with_other_weights_are_noticed_when_a_program_samples(tmp_path,
 def test_a_broken_row_is_refused_by_its_number_before_any_work(tmp_path):
     path, rows = tmp_path / "rows.jsonl", [dict(row) for row in saved()]
     rows[7]["mask"] = rows[7]["mask"][1:]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     refused = ranks(from_rows(tmp_path), 1, code=2)
     refused.refused("rows.jsonl row 8 has lists of .* entries; give one entry for each token")
     alone = [{**row, "group": n} for n, row in enumerate(saved())]
-    path.write_text("".join(json.dumps(row) + "\n" for row in alone))
+    write_rows(path, alone)
     refused = ranks(from_rows(tmp_path), 1, code=2)
     refused.refused("compares the rows of a group but every group has one row")
     assert not (tmp_path / "run").exists()

@@ -15,26 +15,34 @@ SHORT = f"""
 """
 
 
+DEGREE = "--parallel.sequence_parallel_size"
+
+
 def two_turns(folder, typed="", function="two_turns"):
     given = f"--ppo.rollout tests.episode_functions:{function}"
     return tiny("grpo", folder, f"{SHORT} {given} {typed}")
 
 
-def test_two_turns_with_the_engines_own_sampler(tmp_path):
-    """The same on one and two processes; the sampler's log-probabilities are the trainer's."""
+def on_one_and_two(folder, typed="", function="two_turns"):
+    """The metrics of one process, which are those of two; the sampler's log-probabilities are the trainer's."""
     alone, two = (
-        on_ranks(n, two_turns(tmp_path / f"{n}", f"--parallel.sequence_parallel_size {n}"))
+        on_ranks(n, two_turns(folder / f"{n}", f"{typed} {DEGREE} {n}", function))
         for n in (1, 2)
     )
-    for line in alone:
-        assert line["episode/turns"] == 2 and line["episode/branches"] == 1
-        assert line["sampler/logp_gap_max"] < 1e-4
-        assert line["val/ratio"] == pytest.approx(1, abs=1e-4)
-        assert 0 < line["response_length/mean"] <= 16 < line["episode/length"] <= 160
-    assert alone[-1]["eval/episode/turns"] == 2
     for a, b in zip(without_times(alone), without_times(two), strict=True):
         assert a["objective/scores"] == b["objective/scores"]
         assert a["loss"] == pytest.approx(b["loss"], abs=2e-5)
+        assert a["sampler/logp_gap_max"] < 1e-4
+        assert a["val/ratio"] == pytest.approx(1, abs=1e-4)
+    return alone
+
+
+def test_two_turns_with_the_engines_own_sampler(tmp_path):
+    alone = on_one_and_two(tmp_path)
+    for line in alone:
+        assert line["episode/turns"] == 2 and line["episode/branches"] == 1
+        assert 0 < line["response_length/mean"] <= 16 < line["episode/length"] <= 160
+    assert alone[-1]["eval/episode/turns"] == 2
     samples = (tmp_path / "1/samples.jsonl").read_text().splitlines()
     answers = [x["answer"] for x in map(json.loads, samples) if x["by"] == "rollout 0"]
     assert len(answers) == 4
@@ -46,19 +54,11 @@ def test_two_turns_with_the_engines_own_sampler(tmp_path):
 
 
 def test_branches_are_scored_as_one_episode(tmp_path):
-    """Where the function returns None, ppo.reward scores the last branch, on one process and on two."""
-    alone, two = (
-        on_ranks(n, two_turns(tmp_path / f"{n}", "--run.samples 0", "branches")) for n in (1, 2)
-    )
-    for line in alone:
+    """Where the function returns None, ppo.reward scores the last branch."""
+    for line in on_one_and_two(tmp_path, "--run.samples 0", "branches"):
         assert 1 < line["episode/branches"] <= 2 and line["episode/turns"] > 2
-        assert line["sampler/logp_gap_max"] < 1e-4
-        assert line["val/ratio"] == pytest.approx(1, abs=1e-4)
         name = "examples.demo_data:politeness_reward"
         assert line["objective/scores"] == pytest.approx(line[f"objective/scores/{name}"])
-    for a, b in zip(without_times(alone), without_times(two), strict=True):
-        assert a["objective/scores"] == b["objective/scores"]
-        assert a["loss"] == pytest.approx(b["loss"], abs=2e-5)
 
 
 def test_two_turns_with_a_server(tmp_path):

@@ -7,14 +7,12 @@ import ast
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests import ROOT
-from tests.e2e.launch import EXPERTS, environment, metrics, ranks, tiny
+from tests.e2e.launch import EXPERTS, Outcome, metrics, python, ranks, tiny
 from tests.harness import free_port
 
 # Start train.py of a copied tree, in which an editable installation must not find what was deleted.
@@ -106,27 +104,17 @@ def test_only_doors_lead_to_options() -> None:
             assert reached <= allowed, f"{file} imports {reached - allowed}"
 
 
-def start(
-    tree: Path, arguments: list[str], processes: int = 1
-) -> subprocess.CompletedProcess[str]:
-    launcher = [
-        *("-m", "torch.distributed.run", f"--nproc_per_node={processes}"),
-        f"--master_port={free_port()}",
-    ]
-    line = [sys.executable, *(launcher if processes > 1 else []), tree / "start.py", *arguments]
-    return subprocess.run(
-        line,
-        cwd=ROOT,
-        env=environment() | {"PYTHONPATH": str(tree)},
-        capture_output=True,
-        text=True,
+def start(tree: Path, arguments: list[str], processes: int = 1) -> Outcome:
+    launcher = (
+        f"-m torch.distributed.run --nproc_per_node={processes} --master_port={free_port()}"
     )
+    words = [*launcher.split() * (processes > 1), tree / "start.py", *arguments]
+    return python(*words, PYTHONPATH=str(tree))
 
 
 def trained(tree: Path, arguments: list[str], processes: int = 1) -> list[float]:
     """Train, and return the losses of the steps."""
-    done = start(tree, arguments, processes)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    start(tree, arguments, processes).check()
     output = Path(arguments[arguments.index("--run.output") + 1])
     assert (output / "export/config.json").exists()
     return [row["loss"] for row in metrics(output)]

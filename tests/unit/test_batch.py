@@ -1,13 +1,13 @@
 """Packing and sharding on the host: targets, weights, columns, tails, laziness, refusals."""
 
 import json
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
 
+from tests import rows_of
 from tests.unit.test_layout import simulated_mesh
 from ulysses.parallel import (
     ParallelMesh,
@@ -125,56 +125,16 @@ def test_segment_sums_are_accurate_where_prefix_sums_cancel(shape):
     assert not torch.allclose(naive.double(), wanted[1:], rtol=1e-2)
 
 
-@pytest.mark.parametrize(
-    "first, message",
-    [
-        (([], []), "a sequence has no tokens; drop it"),
-        (([1, 2, 3], [0, 1]), "loss_weights has 2 entries for 3 tokens"),
-        (([1, 2], [0.0, float("nan")]), "loss_weights has a value that is not finite"),
-    ],
-)
-def test_bad_sequences_and_packs_are_refused(first, message):
-    with pytest.raises(ValueError, match=message):
-        pack_shard([Sequence(*first), Sequence([1, 2], [0, 1])], ParallelMesh())
-
-
-# A tree in depth-first order: each sequence with the number of its first tokens that the one before it has too.
-# sequence | in common | its own positions | the packed rows that it leaves out
-TREE = """
-1 2 3 4 5 | 0 | 0 1 2 3 4 |
-1 2 3 6 | 3 | 2 3 | 0:2
-1 2 3 6 7 8 | 4 | 3 4 5 | 0:2 5:6
-1 2 3 6 7 9 9 | 5 | 4 5 6 | 0:2 5:6 7:8
-1 9 | 1 | 0 1 |
+# tokens and weights, and what is said
+BAD = """
+[] => [] => a sequence has no tokens; drop it
+[1, 2, 3] => [0, 1] => loss_weights has 2 entries for 3 tokens
+[1, 2] => [0, NaN] => loss_weights has a value that is not finite
 """
-# of every prefix call: the packed rows of its documents' keys, and how many rows read each
-CALLS = [([[0, 1]], [2 + 3 + 3]), ([[5]], [3 + 3]), ([[7]], [3])]
 
 
-def test_a_sequence_continues_another_one_that_continues_a_third():
-    given = [line.split("|") for line in TREE.strip().splitlines()]
-    sequences = [
-        Sequence(
-            [*map(int, tokens.split())],
-            [1.0] * len(tokens.split()),
-            prompt=0,
-            prompt_length=int(n),
-        )
-        for tokens, n, *_ in given
-    ]
-    batch = pack_shard(sequences, ParallelMesh())
-    plan = batch.attention_plan
-    for i, (tokens, _, positions, prefix) in enumerate(given):
-        own = batch.sequence_ids == i
-        assert batch.positions[own].tolist() == [*map(int, positions.split())]
-        assert batch.tokens[own].tolist() == [*map(int, tokens.split())][-int(own.sum()) :]
-        found = plan.prefixes.get(i, [])
-        assert " ".join(f"{start}:{end}" for start, end in found) == prefix.strip()
-    assert batch.num_tokens_shared == 2 + 3 + 4
-    calls = []
-    for _, keys, documents, causal in plan.prefix_calls:
-        rows = torch.arange(batch.num_tokens)[keys].tolist()
-        read, bounds = (pairwise(x) for x in documents.on_host)
-        calls.append(([rows[a:b] for a, b in bounds], [b - a for a, b in read]))
-        assert not causal
-    assert calls == CALLS
+@pytest.mark.parametrize("tokens, weights, message", rows_of(BAD))
+def test_bad_sequences_and_packs_are_refused(tokens, weights, message):
+    with pytest.raises(ValueError, match=message):
+        first = Sequence(json.loads(tokens), json.loads(weights))
+        pack_shard([first, Sequence([1, 2], [0, 1])], ParallelMesh())

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from importlib import import_module
 from operator import attrgetter
 from typing import get_args
@@ -12,6 +10,7 @@ import pytest
 
 from models.arch import ARCHITECTURES
 from tests import rows_of
+from tests.e2e.launch import python
 from ulysses.config.command_line import (
     foreign_names,
     known_keys,
@@ -159,6 +158,6 @@ def test_a_missing_file_is_called_missing(command, tmp_path, capsys):
 
 def test_a_wrong_command_is_told_before_torch_is_imported():
     line = "import sys; from ulysses.train import main; print(main(['--quux', '5']), 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True)
+    done = python("-c", line)
     assert done.stdout == "2 False\n" and "error: " in done.stderr and "quux" in done.stderr
     assert "loading the libraries" not in done.stderr

@@ -15,6 +15,7 @@ import pytest
 from jinja2 import Template
 from transformers import PreTrainedTokenizerFast
 
+from models.folders import read_json
 from tests.tiny_tokenizer import CHATML, LLAMA3, made_tokenizer, write_tokenizer
 from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.read.chat import ChatTemplate
@@ -404,7 +405,7 @@ def test_keys_and_marks_that_nobody_would_see_are_refused(templates):
 def test_an_answer_that_begins_with_a_newline_has_the_tokens_of_the_whole_text(tmp_path):
     """Its newline and the one before it are one token, which is trained; a prompt alone keeps its own tokens."""
     folder = write_tokenizer(tmp_path / "merges", CHATML)
-    text = json.loads((folder / "tokenizer.json").read_text())
+    text = read_json(folder / "tokenizer.json")
     text["model"]["vocab"]["ĊĊ"], text["model"]["merges"] = 300, [["Ċ", "Ċ"]]
     text["pre_tokenizer"]["use_regex"] = (
         False  # so that two newlines are one word, as in Llama-3 and Qwen

@@ -1,6 +1,7 @@
 """Files that are read are those that were named, whole, and as their digest says."""
 
 import gzip
+import json
 from functools import partialmethod
 
 import datasets
@@ -8,6 +9,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from tests import rows_of
 from tests.tiny_tokenizer import write_rows
 from tests.unit.test_data_formats import load, refused, texts
 from ulysses.config.command_line import check, put
@@ -136,18 +138,19 @@ def test_a_linked_folder_is_named_and_a_linked_file_is_read(tmp_path):
         source_digest(Source(str(folder)), tmp_path)
 
 
-@pytest.mark.parametrize(
-    "row, sentence",
-    [
-        ('{"text": "a", "text": "b"}', "an object has the key 'text' twice"),
-        ('{"text": "a", "meta": [{"k": 1, "k": 1}]}', "an object has the key 'k' twice"),
-        ('{"text": "a", "answer": NaN}', "NaN is not a finite number|Out of range float values"),
-        ('{"text": "a", "answer": [1e999]}', "1e999 is not a finite number|Out of range float values"),
-        ('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}", "maximum recursion depth exceeded"),
-    ],
-    ids=["twice", "deep twice", "nan", "infinite", "nested"],
-)  # fmt: skip
+# a row, in which DEEP is a list in so many others, and what is said
+BROKEN = """
+{"text": "a", "text": "b"} => an object has the key 'text' twice
+{"text": "a", "meta": [{"k": 1, "k": 1}]} => an object has the key 'k' twice
+{"text": "a", "answer": NaN} => NaN is not a finite number|Out of range float values
+{"text": "a", "answer": [1e999]} => 1e999 is not a finite number|Out of range float values
+{"text": DEEP} => maximum recursion depth exceeded
+"""
+
+
+@pytest.mark.parametrize("row, sentence", rows_of(BROKEN))
 def test_json_that_says_two_things_or_no_number_is_refused(tmp_path, row, sentence):
+    row = row.replace("DEEP", "[" * 100_000 + "]" * 100_000)
     good = '{"text": "a", "list": [{"k": 1}, {"k": 1.5e3}], "k": -0.0}'
     write_rows(tmp_path / "a.jsonl", f"{good}\n{row}\n")
     refused(f"a.jsonl row 2 is not valid JSON: ({sentence})", tmp_path / "a.jsonl")
@@ -208,18 +211,18 @@ def test_a_path_with_a_nul_is_refused(key):
     assert "does not exist" in missing_sources([Source("a\0b.jsonl")])[0]
 
 
-@pytest.mark.parametrize(
-    "key, value",
-    [
-        ("model.add_tokens", ["\ud800"]),
-        ("run.output", "\udcff"),
-        ("data.train", [{"path": "a\ud800"}]),
-        ("data.chat_template_kwargs", {"a": {"b": ["\ud800"]}}),
-        ("model.lora.targets", ["\ud800"]),
-    ],
-)
+NO_UNICODE = r"""
+model.add_tokens => ["\ud800"]
+run.output => "\udcff"
+data.train => [{"path": "a\ud800"}]
+data.chat_template_kwargs => {"a": {"b": ["\ud800"]}}
+model.lora.targets => ["\ud800"]
+"""
+
+
+@pytest.mark.parametrize("key, value", rows_of(NO_UNICODE))
 def test_a_setting_that_is_no_unicode_is_refused_by_its_name(key, value):
-    put(given := {"stage": "sft"}, key, value)
+    put(given := {"stage": "sft"}, key, json.loads(value))
     with pytest.raises(ValueError, match=rf"^{key} is .*: this holds an unpaired surrogate"):
         check(given)
 

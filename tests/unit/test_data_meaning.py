@@ -184,34 +184,16 @@ def test_thinking_beside_a_call(shown, generation):
 
 
 def test_an_answer_with_thinking_is_dropped_where_the_prompt_has_closed_it(
-    open_rows, generation
+    open_rows, shown, generation
 ):
     _, template = generation
     rows = [{"prompt": "q", "completion": text} for text in ("<think>\nt\n</think>\n\na", "b")]
     off = {"enable_thinking": False}
+    [text] = shown(rows, template=template, chat_template_kwargs=off)
+    assert text.endswith("<think>\n\n</think>\n\n[b<|im_end|>]")
     found = open_rows(rows, length=4096, template=template, chat_template_kwargs=off)
     assert found.report.kept == 1 and [*found.report.dropped.values()] == [1]
     assert "where it opens the assistant's turn" in next(iter(found.report.dropped))
-
-
-@pytest.mark.parametrize("kind", ["sequence", "pair", "unpaired", "prompt"])
-def test_a_rows_variables_come_before_the_settings(shown, kind, generation):
-    name, template = generation
-    row = {"prompt": [ASK], "label": True}
-    row |= {"chosen": "a", "rejected": "b"} if kind == "pair" else {"completion": "a"}
-    rest = "[\n</think>\n\na<|im_end|>]", "\n</think>\n\n[a<|im_end|>]"
-    if kind == "prompt":
-        rest = "", "\n</think>\n\n"
-    for off, more in ((True, {}), (True, None), (False, {"enable_thinking": True})):
-        given = {"chat_template_kwargs": {"enable_thinking": False}}
-        text = shown([{**row, "chat_template_kwargs": more}], kind, template=template, **given)
-        effort = "Think: high. " * (name == "3.8" and not off)
-        wanted = f"<|im_start|>user\n{effort}q<|im_end|>\n<|im_start|>assistant\n<think>\n"
-        assert text[0] == wanted + rest[off]
-    if name == "3.8":
-        given = {"chat_template_kwargs": {"reasoning_effort": "low"}}
-        assert "Think: low. q" in shown([row], kind, template=template, **given)[0]
-        assert "Think: high. q" in shown([row], kind, template=template)[0]  # not the cached
 
 
 def test_variables_that_the_template_does_not_read_or_refuses_stop_the_run(tokenizer, tmp_path):

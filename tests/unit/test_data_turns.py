@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests import rows_of
 from tests.tiny_tokenizer import made_tokenizer
 from tests.unit.test_data_chat import (
     CALL,
@@ -72,53 +73,44 @@ def shown(tokenizer):
 
 
 ASKED = "@user\nq$\n@assistant\n"
-QUOTES, RAW = "The tag </think> ends it.", "t\n</think>\n\na"
-TWICE = THINK.format("a", "b\n<think>\nc\n</think>\n\nd")
 ALONE = "an answer has <think> or </think> alone"
+TEMPLATES = {"names tags": NAMES_TAGS, "qwen3": QWEN3, "qwen3.5": QWEN35, "chatml": CHATML}
+# the template, an answer, and what is trained of it if that is not the answer as it is
+THINKING = r"""
+names tags => <think>\nt\n</think>\n\na =>
+qwen3 => <think>\nt\n</think>\n\na =>
+qwen3 => <think>\na\n</think>\n\nb\n<think>\nc\n</think>\n\nd =>
+qwen3.5 => <think>\na\n</think>\n\nb\n<think>\nc\n</think>\n\nd =>
+qwen3 => <think>\nOf <think> I think\n</think>\n\na =>
+qwen3.5 => <think>\nOf <think> I think\n</think>\n\na =>
+qwen3 => <think>\nt\n</think>\n\nUse </think> so. =>
+qwen3 => The tag </think> ends it. => <think>\n\n</think>\n\nThe tag </think> ends it.
+qwen3 => Use <think> and </think>. => <think>\n\n</think>\n\nUse <think> and </think>.
+qwen3.5 => a => <think>\n\n</think>\n\na
+qwen3.5 => t\n</think>\n\na => <think>\nt\n</think>\n\na
+qwen3.5 => The tag </think> ends it. => ALONE
+qwen3.5 => <think>\ncut off => ALONE
+qwen3 => <think>\ncut off => ALONE
+qwen3 => <think>\n\n</think>\n\na =>
+chatml => The tag </think> ends it. =>
+chatml => <think>\ncut off =>
+""".replace("ALONE", ALONE)
 
 
-@pytest.mark.parametrize(
-    "template, answer, trained",
-    [
-        (NAMES_TAGS, THINK.format("t", "a"), THINK.format("t", "a")),
-        (QWEN3, THINK.format("t", "a"), THINK.format("t", "a")),
-        (QWEN3, TWICE, TWICE),
-        (
-            QWEN3,
-            THINK.format("Of <think> I think", "a"),
-            THINK.format("Of <think> I think", "a"),
-        ),
-        (
-            QWEN35,
-            THINK.format("Of <think> I think", "a"),
-            THINK.format("Of <think> I think", "a"),
-        ),
-        (QWEN35, TWICE, TWICE),
-        (QWEN3, THINK.format("t", "Use </think> so."), THINK.format("t", "Use </think> so.")),
-        (QWEN3, QUOTES, THINK.format("", QUOTES)),
-        (QWEN3, "Use <think> and </think>.", THINK.format("", "Use <think> and </think>.")),
-        (QWEN35, RAW, THINK.format("t", "a")),
-        (QWEN35, QUOTES, ALONE),
-        (QWEN35, "<think>\ncut off", ALONE),
-        (QWEN3, "<think>\ncut off", ALONE),
-        (QWEN3, THINK.format("", "a"), THINK.format("", "a")),
-        (CHATML, QUOTES, QUOTES),
-        (CHATML, "<think>\ncut off", "<think>\ncut off"),
-    ],
-)
-def test_thinking_is_trained_as_the_row_has_it_or_the_row_is_dropped(
-    shown, template, answer, trained
-):
+@pytest.mark.parametrize("row", rows_of(THINKING))
+def test_thinking_is_trained_as_the_row_has_it_or_the_row_is_dropped(shown, row):
     """Tags that an answer quotes are not the edges of thinking, whatever the system text names."""
+    name, answer, trained = (cell.replace(r"\n", "\n") for cell in row)
     messages = conversation("q", answer)
     if trained == ALONE:
         with pytest.raises(DropRowError, match=ALONE):
-            shown(template, messages)
+            shown(TEMPLATES[name], messages)
         return
-    (text,), notes = shown(template, messages)
+    (text,), notes = shown(TEMPLATES[name], messages)
     prompt, _, said = text.partition("[")
-    assert prompt.endswith(ASKED + "<think>\n" * (template == QWEN35)) and not notes
-    assert "<think>\n" * (template == QWEN35) + said == trained + "$]"
+    opened = "<think>\n" * (name == "qwen3.5")
+    assert prompt.endswith(ASKED + opened) and not notes
+    assert opened + said == (trained or answer) + "$]"
 
 
 def test_thinking_under_a_key_may_name_the_tags_and_an_empty_key_hides_none(shown):

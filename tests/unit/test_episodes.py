@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from examples import calculator
-from tests import ROOT
+from tests import ROOT, rows_of
 from tests.harness import PATIENCE, until
-from tests.tiny_tokenizer import made_tokenizer
 from ulysses.config.section import UserCodeError
 from ulysses.config.stage_sections import PpoSection
 from ulysses.data.read.chat import ChatTemplate
@@ -44,11 +43,6 @@ TOOLS = [
 ]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 4}}\n</tool_call>'
 TIGHT = '<tool_call>{"name":"add","arguments":{"a":4}}</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return made_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 class Scripted:
@@ -403,17 +397,19 @@ def test_a_row_that_an_episode_changes_is_its_own(tokenizer):
     assert {one.scores[f"{__name__}:episode"] for one in found} == {1.0} and not row["seen"]
 
 
-PROPERTIES = [
-    (None, "4"),
-    ({"a": True}, "4"),
-    ({"a": {"type": ["integer", "null"]}}, 4),
-    ({"a": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}, 4),
-    ({"a": {"anyOf": [{"type": "string"}, {"type": "null"}]}}, "4"),
-]
+# how a parameter is described, and what its value 4 then is
+PROPERTIES = """
+null => "4"
+{"a": true} => "4"
+{"a": {"type": ["integer", "null"]}} => 4
+{"a": {"anyOf": [{"type": "integer"}, {"type": "null"}]}} => 4
+{"a": {"anyOf": [{"type": "string"}, {"type": "null"}]}} => "4"
+"""
 
 
-@pytest.mark.parametrize("properties, value", PROPERTIES)
+@pytest.mark.parametrize("properties, value", rows_of(PROPERTIES))
 def test_values_in_tags_are_of_the_described_types(properties, value):
+    properties, value = map(json.loads, (properties, value))
     parameters = properties and {"properties": properties}
     tools = [{"function": {"name": "add", "parameters": parameters}}]
     text = "<tool_call><function=add><parameter=a>4</parameter></function></tool_call>"

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.folders import base_folder
+from models.folders import base_folder, read_json
 from models.writing import write_weights
 from tests import rows_of
 from tests.model_folder import demo_model
@@ -181,7 +181,7 @@ def write_adapter(folder, base):
     """An adapter of rank 2 over a model, which changes nothing."""
     folder.mkdir()
     name = "base_model.model.model.layers.0.self_attn.q_proj"
-    width = json.loads((base / "config.json").read_text())["hidden_size"]
+    width = read_json(base / "config.json")["hidden_size"]
     a, b = torch.zeros(2, width), torch.zeros(width, 2)
     write_weights(folder, {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}.items())
     (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
@@ -273,7 +273,7 @@ def test_the_base_of_an_adapter_lies_where_its_file_says(base, tmp_path, monkeyp
     monkeypatch.setenv("HOME", str(tmp_path))
     model = demo_model(tmp_path / "model")
     adapter = write_adapter(tmp_path / "adapter", model)
-    settings = json.loads((adapter / "adapter_config.json").read_text())
+    settings = read_json(adapter / "adapter_config.json")
     write_json(adapter / "adapter_config.json", settings | {"base_model_name_or_path": base})
     assert base_folder(adapter).samefile(model)
 
@@ -440,7 +440,7 @@ def test_the_cache_removes_what_it_named_itself_and_nothing_else(tmp_path):
 def test_an_export_tells_no_secret_of_an_address(tmp_path, model, monkeypatch, capsys):
     """The hub's address may hold a password, and the sentence about a base that is not there names the address."""
     adapter = write_adapter(tmp_path / "adapter", model)
-    settings = json.loads((adapter / "adapter_config.json").read_text())
+    settings = read_json(adapter / "adapter_config.json")
     write_json(
         adapter / "adapter_config.json",
         settings | {"base_model_name_or_path": "nobody/nothing"},

@@ -92,9 +92,7 @@ STAGES = [
 
 @pytest.mark.parametrize("stage, table, examples, sides, tokens, seconds", STAGES)
 def test_stages_are_predicted(stage, table, examples, sides, tokens, seconds):
-    settings = config(stage, table=table, dtype="bfloat16")
-    batch = settings.batch.model_copy(update={"examples": examples})
-    settings = settings.model_copy(update={"batch": batch})
+    settings = config(stage, table=table, dtype="bfloat16", examples=examples)
     lengths = np.full((examples, sides), tokens)
     data = Data(sequence_lengths=lengths, prefix_lengths=0 * lengths, share_prompts=True)
     machine = node(1, 79.6)._replace(memory_rate=PEAKS["H100"][1])

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests import rows_of
 from ulysses.config.command_line import check, contradictions
 from ulysses.options import stage_of
 from ulysses.parallel.batch import Sequence
@@ -10,21 +11,22 @@ from ulysses.rl.on_policy import OnPolicyStage, prompt_of
 from ulysses.stages.base import PlannedRollout
 from ulysses.stages.distill import DistillStage
 
+# the weights of a row's tokens, how many of them are the prompt, and why
+PROMPTS = """
+0 0 1 1 => 2 => the answer is the end
+0 .5 .5 0 0 1 => 5 => the last of two answers
+0 1 1 0 0 => 1 => what follows the last answer is no part of the prompt
+0 0 0 => 3 => a prompt alone
+1 1 1 => 1 => data.train_on = "all": nothing predicts the first token
+1 => 1 => nor the only one
+"""
 
-@pytest.mark.parametrize(
-    "weights, prompt",
-    [
-        ([0, 0, 1, 1], 2),
-        ([0, 0.5, 0.5, 0, 0, 1], 5),  # the last of two answers
-        ([0, 1, 1, 0, 0], 1),  # what follows the last answer is no part of the prompt
-        ([0, 0, 0], 3),  # a prompt alone
-        ([1, 1, 1], 1),  # nothing predicts the first token
-        ([1], 1),
-    ],
-)
-def test_a_prompt_ends_where_the_last_answer_begins(weights, prompt):
-    row = Sequence(np.arange(len(weights)), np.array(weights, np.float32))
-    assert prompt_of(row) == [*range(prompt)]
+
+@pytest.mark.parametrize("weights, prompt, why", rows_of(PROMPTS))
+def test_a_prompt_ends_where_the_last_answer_begins(weights, prompt, why):
+    weights = np.array(weights.split(), np.float32)
+    row = Sequence(np.arange(len(weights)), weights)
+    assert prompt_of(row) == [*range(int(prompt))], why
 
 
 def test_a_setting_that_is_not_read_is_told_once():

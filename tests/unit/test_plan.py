@@ -62,15 +62,18 @@ def node(gpus=8, gib=139.8, host_gib=0.0):
     return Machine(gpus, gib * GIB, host_gib * GIB)
 
 
-def config(stage="sft", lora=0, sp=1, dtype="float32", table=None, **memory):
+def config(
+    stage="sft", lora=0, sp=1, dtype="float32", table=None, examples=8, run=None, **memory
+):  # fmt: skip
     model = {"arch": "llama3-8b", "init": "random", "dtype": dtype, "lora": {"rank": lora}}
     given = {
         "stage": stage,
         "model": model,
         "data": {"train": "none.jsonl"},
+        "batch": {"examples": examples},
         "parallel": {"sequence_parallel_size": sp},
         "memory": memory,
-        "run": {"steps": 1},
+        "run": {"steps": 1, **(run or {})},
     }
     return check(given | {stage: table} if table else given)
 
@@ -256,9 +259,8 @@ def test_rollouts_hold_the_whole_policy_and_its_cache():
 @pytest.mark.parametrize("stage, table", [("sft", None), ("dpo", {"reference": "live"})])
 def test_models_that_answer_samples_are_whole_then(stage, table):
     """Sharded weights are gathered for run.samples: of the policy, and of a larger reference."""
-    settings = config(stage, dtype="bfloat16", sp=8, table=table)
-    asking = settings.run.model_copy(update={"samples": ["Who are you?", "And why?"]})
-    settings = settings.model_copy(update={"run": asking})
+    asking = {"samples": ["Who are you?", "And why?"]}
+    settings = config(stage, dtype="bfloat16", sp=8, table=table, run=asking)
     case = planner_question(stage_of(settings), LLAMA, node(), 8192)
     assert case.samples[:4] == (2, 1, settings.data.max_length, 256)
     if stage == "dpo":
@@ -343,9 +345,8 @@ def test_as_many_answers_are_decoded_as_fit_unless_a_number_is_given():
     table["answers_per_prompt"] = 8
 
     def planned_for(batch):
-        settings = config("ppo", dtype="bfloat16", table=table | {"generation_batch": batch})
-        batches = settings.batch.model_copy(update={"examples": 64})
-        settings = settings.model_copy(update={"batch": batches})
+        asked = table | {"generation_batch": batch}
+        settings = config("ppo", dtype="bfloat16", table=asked, examples=64)
         return planner_question(stage_of(settings), LLAMA, node(8, 80), 16384)
 
     for batch in ("auto", 16):
@@ -514,10 +515,7 @@ def test_answers_are_planned_as_long_as_they_may_be_and_prompts_once():
         "max_new_tokens": 30,
         "minibatches": 2,
     }
-    settings = config("ppo", table=table | {"advantage": "group"})
-    settings = settings.model_copy(
-        update={"batch": settings.batch.model_copy(update={"examples": 2})}
-    )
+    settings = config("ppo", table=table | {"advantage": "group"}, examples=2)
     lengths = np.array([[11], [21]])
     data = Data(sequence_lengths=lengths, prefix_lengths=0 * lengths, lengths=lengths[:, 0])
     shared = planned_step(stage_of(settings), LLAMA, data, [0, 1])

@@ -1,5 +1,6 @@
 """PPO outside the loop: what a rollout holds, which steps it gives, where its scores come from, what is refused."""
 
+import json
 import math
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -188,17 +189,6 @@ def test_losses_equal_trls(case):
     ours.backward()
     found = ours.item(), logps.grad.norm().item()
     assert found == pytest.approx((float(loss), float(gradient_norm)), rel=1e-6)
-
-
-def test_answers_share_their_prompt_within_the_budget():
-    answers = [[8] * length for length in (3, 2, 4, 1, 2, 2, 2, 2)]
-    rollout = answered([[5, 7, 6], [4]], answers, budget=12)
-    # 6 tokens, then 1 + 2 more; then 7 and 1 + 1 more; a prompt of one token is kept by every answer
-    assert rollout.example_ids.tolist() == [0, 0, 2, 2, 4, 4, 4, 4]
-    assert rollout.prefixes.tolist() == [0, 2, 0, 2, 0, 0, 0, 0]
-    lengths = rollout.sequence_lengths[[0, 2, 4]].tolist()
-    assert lengths == [[6, 3, 0, 0], [7, 2, 0, 0], [3, 3, 3, 3]]
-    assert rollout.examples([1, 0]) == [4, 0, 2]
 
 
 def turns(prompt, *said, group, episode, score=0.0):
@@ -468,18 +458,19 @@ def test_several_rewards_have_weights_and_held_out_prompts_show_each_by_name():
     assert metrics[f"objective/scores/{HALF}"] == pytest.approx(3.5 / 4)
 
 
-@pytest.mark.parametrize(
-    "completion, answer, score",
-    [
-        ("3 + 4 = 7, so she pays $1,007.", "3 and 4\n#### 1007", 1.0),
-        ("The answer is 7.0", "7", 1.0),
-        ("7 apples, 8 pears", "7", 0.0),
-        ("It is -3,", -3, 1.0),
-        ("no idea", "nor here", 0.0),
-    ],
-)
+# what is said, the row's answer as JSON, and the score
+VERIFIED = r"""
+3 + 4 = 7, so she pays $1,007. => "3 and 4\n#### 1007" => 1
+The answer is 7.0 => "7" => 1
+7 apples, 8 pears => "7" => 0
+It is -3, => -3 => 1
+no idea => "nor here" => 0
+"""
+
+
+@pytest.mark.parametrize("completion, answer, score", rows_of(VERIFIED))
 def test_verifiable_reward(completion, answer, score):
-    assert gsm8k_reward("", completion, {"answer": answer}) == score
+    assert gsm8k_reward("", completion, {"answer": json.loads(answer)}) == float(score)
 
 
 def test_answers_end_with_a_turn(tmp_path):

@@ -1,10 +1,9 @@
 """A checkpoint that this run cannot continue is refused by its run.json, before any work."""
 
-import json
-
 import pytest
 
 from models.arch import ARCHITECTURES
+from models.folders import read_json
 from ulysses.check.preflight import prepare
 from ulysses.check.run_folder import FORMAT, write_run_state
 from ulysses.config.command_line import parse_command_line
@@ -89,7 +88,7 @@ def forged(key, value):
 
 def test_targets_of_adapters_that_neither_run_has_may_differ(checkpoint, tmp_path):
     path = checkpoint / "run.json"
-    state = json.loads(path.read_text())
+    state = read_json(path)
     state["config"]["model"]["lora"]["targets"] += ["in_proj_qkv"]
     write_json(path, forged("config", state["config"])(state))
     assert prepare(config(tmp_path), 1, []).resume_from == checkpoint
@@ -117,7 +116,7 @@ def test_what_run_json_says_is_covered_by_its_digest(what, checkpoint, tmp_path)
         sentence = "step-2 is not a complete checkpoint; give a folder"
     if what == "an older format":
         sentence = OLDER
-    state = json.loads(path.read_text())
+    state = read_json(path)
     write_json(path, CHANGED[what](state) if what in CHANGED else NONE[what])
     for resume in ("auto", str(checkpoint), f"{checkpoint}/"):
         with pytest.raises(ConfigError, match=sentence):

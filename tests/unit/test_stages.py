@@ -1,5 +1,6 @@
 """The parts of the stages that need no process group: metrics, KTO's pairs, the reference cache."""
 
+import json
 import re
 from dataclasses import replace
 from functools import partial
@@ -44,10 +45,18 @@ def test_the_tests_know_every_stage_and_its_frozen_models():
             assert not roles, f"FROZEN in tests/engine_case.py has no {roles} for {name}"
 
 
-@pytest.mark.parametrize(
-    "eos, pad, expected", [([7], 8, 8), ([7], 7, None), ([5, 7], 5, None), ([], None, None)]
-)
-def test_exported_reward_model_never_pads_with_eos(eos, pad, expected):
+# the EOS tokens of a model and the pad token of its tokenizer, and what is exported
+PADS = """
+[7] => 8 => 8
+[7] => 7 => null
+[5, 7] => 5 => null
+[] => null => null
+"""
+
+
+@pytest.mark.parametrize("row", rows_of(PADS))
+def test_exported_reward_model_never_pads_with_eos(row):
+    eos, pad, expected = map(json.loads, row)
     tokenizer = SimpleNamespace(pad_token_id=pad, eos_token_id=eos[0] if eos else None)
     shape = replace(ARCHITECTURES["llama3-8b"], eos_token_id=tuple(eos), pad_token_id=9)
     config = check({"stage": "rm"})

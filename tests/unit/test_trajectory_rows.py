@@ -2,17 +2,16 @@
 
 import json
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tests import rows_of
+from tests.tiny_tokenizer import write_rows
 from ulysses.config.stage_sections import PpoSection
 from ulysses.data import BadRowError
 from ulysses.data.read.sources import RawRow
 from ulysses.data.read.trajectories import read_trajectory
-from ulysses.parallel.batch import Sequence
 from ulysses.rl.rows import TrajectoryGroups, trajectories_of, unfit_rows
 
 # two turns with a result of a tool between them, and a turn that nobody answers
@@ -104,26 +103,16 @@ def test_a_row_that_is_too_long_is_refused():
         read(ROW | longer)
 
 
-def test_the_rows_of_a_group_may_stand_anywhere_and_sources_share_none():
-    groups = [(0, "a"), (0, 7), (0, "a"), (1, "a"), (0, "7")]
-    rows = [read({**ROW, "group": group}, source=source) for source, group in groups]
-    _, first, ids = np.unique(
-        [row["_prompt"] for row in rows], return_index=True, return_inverse=True
+def test_the_rows_of_a_group_may_stand_anywhere_and_sources_share_none(tmp_path, open_sources):
+    groups = {"one": ["a", 7, "a", "7"], "two": ["a"]}
+    for name, own in groups.items():
+        write_rows(tmp_path / f"{name}.jsonl", [{**ROW, "group": group} for group in own])
+    given = [{"path": str(tmp_path / f"{name}.jsonl")} for name in groups]
+    found = TrajectoryGroups(
+        open_sources(given, "trajectory", share_prompts=True, vocabulary=10)
     )
-
-    class Rows(list):
-        columns = {"prompt_id": first.argsort().argsort()[ids]}
-        lengths, sources = np.full(5, 8), np.array([source for source, _ in groups])
-        source_weights, source_names, share_prompts = [1.0, 1.0], ["", ""], True
-
-    def example(row):
-        per_token = {name: row[name] for name in ("token_logps", "token_advantages")}
-        sequence = Sequence(row["tokens"], row["weights"], per_token)
-        return SimpleNamespace(sequences=[sequence], columns=row)
-
-    found = TrajectoryGroups(Rows(map(example, rows)))
     assert [each.tolist() for each in found.members] == [[0, 2], [1], [3], [4]]
-    assert found.sources.tolist() == [0, 0, 1, 0] and found.lengths.tolist() == [16, 8, 8, 8]
+    assert found.sources.tolist() == [0, 0, 0, 1] and found.lengths.tolist() == [16, 8, 8, 8]
     own, shared = found.sizes([0, 1])  # without the token that nobody answers
     assert own.tolist() == [[7], [6], [7]] and shared.tolist() == [[0], [1], [0]]
     drawn = found.trajectories([3, 0], ())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from models.arch import ModelConfig
-from models.folders import folder_with
+from models.folders import folder_with, read_json
 from models.hf_format import WeightFiles
 from models.writing import write_weights
 from tests import rows_of
@@ -94,7 +94,7 @@ def test_a_wrong_field_of_config_json_is_named(refused_with, fields, sentence):
 @pytest.mark.parametrize("file", MORE)
 def test_no_wrong_field_of_a_model_folder_ends_in_a_trace(model, refused_with, file):
     """A value that is taken is one that the engine does not read, or one that fits."""
-    fields = dict.fromkeys([*json.loads((model / file).read_text()), *MORE[file].split()])
+    fields = dict.fromkeys([*read_json(model / file), *MORE[file].split()])
     for place, field in enumerate(fields):
         for value in WRONG[place % 5 :: 5]:
             refused_with(file, {field: value})
