@@ -119,7 +119,9 @@ class OnPolicyStage(DistillStage):
                 source.tokens_per_microbatch,
             )
             for n, answer in answers.items():
-                rows[n] = [answered(prompts[n], answer)]
+                # the weights of its answer in the data, if it has one
+                own = rows[n][0].loss_weights[len(prompts[n]) :].tolist()
+                rows[n] = [answered(prompts[n], answer, *own[:1])]
                 lengths[n] = len(rows[n][0].tokens)
             self.sampling |= {
                 "response_length/mean": mean(len(a.tokens) for a in answers.values()),

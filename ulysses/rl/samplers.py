@@ -109,10 +109,10 @@ def sample_together(
     return found
 
 
-def answered(prompt: list[int], completion: Completion) -> Sequence:
+def answered(prompt: list[int], completion: Completion, weight: float = 1.0) -> Sequence:
     """Return a prompt with its answer, which is trained."""
     tokens = prompt + completion.tokens
-    return Sequence(tokens, np.arange(len(tokens)) >= len(prompt))
+    return Sequence(tokens, (np.arange(len(tokens)) >= len(prompt)) * weight)
 
 
 def build_sampler(config: Config, parts: RunParts, *, longest: int) -> AnySampler:
