@@ -30,10 +30,14 @@ OPTIONS = SamplingOptions(12, stop_tokens=EOS, seed=9)
 
 @dataclass
 class OnPolicyCase(Case):
-    """Distillation in which the student answers rows; `prompts` leaves nothing of them but these."""
+    """Distillation in which the student answers rows; `prompts` leaves nothing of them but these.
+
+    weight: of the answers.
+    """
 
     stage: str = "distill"
     prompts: bool = False
+    weight: float = 1.0
 
     def data(self):
         rows = [s for (s,) in super().data().examples]
@@ -42,7 +46,8 @@ class OnPolicyCase(Case):
             rows = [Sequence(t, torch.zeros(len(t))) for t in tokens]
         # as GKD's labels: no weights between 0 and 1
         return ListDataset(
-            "sequence", [(replace(s, loss_weights=s.loss_weights.sign()),) for s in rows]
+            "sequence",
+            [(replace(s, loss_weights=s.loss_weights.sign() * self.weight),) for s in rows],
         )
 
     def make_stage(self, engine, mesh):
@@ -110,6 +115,12 @@ def test_rows_and_answers_depend_on_no_topology():
     for world, sp, budget in ((2, 2, 128), (4, 1, 64)):
         for found in run_distributed(run_steps, world, replace(case, sp=sp, budget=budget)):
             assert rows_of(found[1]) == rows_of(steps)
+
+
+def test_a_sampled_answer_has_the_weight_of_the_one_in_its_row():
+    case = OnPolicyCase(options=MIXED, weight=0.5)
+    _, steps, _ = run_distributed(run_steps, 1, case)[0]
+    assert {x for _, weights in rows_of(steps) for x in weights} == {0.0, 0.5}
 
 
 def test_held_out_rows_keep_their_answers():

@@ -110,7 +110,9 @@ class OnPolicyStage(DistillStage):
             self.sampler.synchronise(step)
             answers = self.sampler.sample_together(prompts, step)
             for n, answer in answers.items():
-                rows[n] = [answer.after(prompts[n])]
+                # the weights of its answer in the data, if it has one
+                own = rows[n][0].loss_weights[len(prompts[n]) :].tolist()
+                rows[n] = [answer.after(prompts[n], *own[:1])]
                 lengths[n] = len(rows[n][0].tokens)
             self.sampling |= {
                 "response_length/mean": mean(len(a.tokens) for a in answers.values()),

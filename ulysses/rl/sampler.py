@@ -74,9 +74,10 @@ class Completion:
     logps: list[float] = field(default_factory=list)
     ended: bool = False
 
-    def after(self, prompt: list[int]) -> Sequence:
+    def after(self, prompt: list[int], weight: float = 1.0) -> Sequence:
         """Return a prompt with this answer, which is trained."""
-        return Sequence(prompt + self.tokens, [0.0] * len(prompt) + [1.0] * len(self.tokens))
+        weights = [0.0] * len(prompt) + [weight] * len(self.tokens)
+        return Sequence(prompt + self.tokens, weights)
 
 
 class Request(NamedTuple):
