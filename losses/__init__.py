@@ -6,13 +6,12 @@
 Every function returns values per token, pair or sequence; divide their sums by counts over the whole optimizer step.
 """
 
-from contextlib import suppress
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from .logprobs import LogProbs, linear_logprobs
-from .token_nll import dft_nll, label_smoothed_nll, token_nll, weighted_sum, z_loss
 
-# each of these files may be taken away, together with the stages that need it
-with suppress(ModuleNotFoundError):
+if TYPE_CHECKING:
     from .dpo import (
         DPO_LOSS_TYPES,
         LENGTH_NORMALISED,
@@ -20,10 +19,7 @@ with suppress(ModuleNotFoundError):
         dpo_loss,
         ld_dpo_weights,
     )
-    from .preference import aot_margins
-with suppress(ModuleNotFoundError):
     from .kto import KTO_LOSS_TYPES, kto_loss
-with suppress(ModuleNotFoundError):
     from .ppo import (
         PolicyLoss,
         ValueLoss,
@@ -36,8 +32,9 @@ with suppress(ModuleNotFoundError):
         token_rewards,
         whiten,
     )
-with suppress(ModuleNotFoundError):
+    from .preference import aot_margins
     from .reward_model import reward_loss
+from .token_nll import dft_nll, label_smoothed_nll, token_nll, weighted_sum, z_loss
 
 __all__ = [
     "DPO_LOSS_TYPES",
@@ -67,3 +64,13 @@ __all__ = [
     "whiten",
     "z_loss",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Import the file of a loss when the loss is first asked for."""
+    if name in __all__:
+        for file in ("dpo", "kto", "ppo", "preference", "reward_model"):
+            names = vars(import_module(f".{file}", __name__))
+            if name in names:
+                return names[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

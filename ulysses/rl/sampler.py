@@ -65,19 +65,17 @@ class SamplingOptions:
 
 @dataclass
 class Completion:
-    """One answer: its tokens (the stop token included), their log-probabilities, and whether a stop token ended it.
-
-    The log-probabilities are those of the whole tempered distribution, before top_p and top_k.
-    """
+    """One answer: its tokens (the stop token included), their log-probabilities, and whether a stop token ended it."""
 
     tokens: list[int] = field(default_factory=list)
+    # of the whole tempered distribution, before top_p and top_k
     logps: list[float] = field(default_factory=list)
     ended: bool = False
 
     def after(self, prompt: list[int], weight: float = 1.0) -> Sequence:
-        """Return a prompt with this answer, which is trained."""
-        weights = [0.0] * len(prompt) + [weight] * len(self.tokens)
-        return Sequence(prompt + self.tokens, weights)
+        """Return a prompt with this answer, whose tokens are trained with this weight."""
+        given, drawn = len(prompt), len(self.tokens)
+        return Sequence(prompt + self.tokens, [0.0] * given + [weight] * drawn)
 
 
 class Request(NamedTuple):
