@@ -2,6 +2,7 @@
 
 import warnings
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -158,6 +159,28 @@ def test_cudnn_takes_documents_whose_plans_pay(lengths, is_worth):
     host = [packed.cu_q.tolist()] * 2
     assert not kernels.is_worth_plans(packed)  # bounds on the device are not waited for
     assert kernels.is_worth_plans(packed._replace(on_host=host)) == is_worth
+
+
+@pytest.mark.parametrize(
+    "elements, name, taken",
+    [
+        (2**31 - 1, "cudnn", "cudnn"),
+        (2**31, "cudnn", "torch"),
+        (2**31 - 1, "torch", "cudnn"),
+        (2**31, "torch", "torch"),
+        (2**31, "flash4", "flash4"),
+        (2**31, "reference", "reference"),
+    ],
+)
+def test_cudnn_takes_no_call_for_which_its_gradients_are_wrong(
+    monkeypatch, elements, name, taken
+):
+    machine_without(monkeypatch)
+    packed = document_bounds(([1024] * 16,) * 2)
+    packed = packed._replace(on_host=[packed.cu_q.tolist()] * 2)
+    facts = {"is_cuda": True, "device": torch.device("cuda"), "dtype": torch.bfloat16}
+    query = SimpleNamespace(**facts, shape=(16384, 32, 128), numel=lambda: elements)
+    assert kernels._kernel_for(name, Inputs(query, None, None, True, 0.3), packed) == taken
 
 
 @pytest.mark.gpu

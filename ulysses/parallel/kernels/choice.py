@@ -202,7 +202,7 @@ def _kernel_for(name: str, inputs: Inputs, documents: DocumentBounds) -> str:
     if not q.is_cuda:
         return "cpu" if name == "torch" else name
     case = q.device, q.dtype, q.shape[-1], inputs.window
-    if q.numel() > CUDNN_ELEMENTS:
+    if q.numel() >= CUDNN_ELEMENTS:
         name = "torch" if name == "cudnn" else name
     elif name == "torch" and is_worth_plans(documents) and not _why_not("cudnn", *case):
         name = "cudnn"

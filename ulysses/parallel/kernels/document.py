@@ -30,7 +30,7 @@ from ..layout import DocumentBounds
 ONE_DOCUMENT = 8192  # from so many rows on a single document runs in other kernels of flash4
 SHORT = 512  # up to so many rows a document the kernels of short.py are the fastest
 TILE_SCORES = 1 << 24  # attention scores that the plain kernel holds at once
-# of the queries in a call of cuDNN, whose gradients are wrong from there on (9.19)
+# of the queries in a call of cuDNN, whose gradients are wrong from so many elements on (9.19)
 CUDNN_ELEMENTS = 1 << 31
 LEAST_ROWS = 64  # of query rows in a tile under a window
 MERGED_ROWS = 8192  # rows whose float32 sums `merge_attention` holds at once

@@ -99,7 +99,7 @@ def flash4_backward(
     deterministic = torch.are_deterministic_algorithms_enabled()
     index, bounds = _flash4_form(documents)
     is_plain = not (bounds or inputs.window or deterministic)
-    is_plain &= inputs.q.numel() <= CUDNN_ELEMENTS
+    is_plain &= inputs.q.numel() < CUDNN_ELEMENTS
     if inputs.q.shape[-1] == CUDNN_BACKWARD and is_plain:
         return run_backward(CUDNN, dout, inputs, out, lse, documents)
     grads = empty_gradients(inputs)
