@@ -52,7 +52,7 @@ from .mesh import ParallelMesh
 # Lengths of the documents of prove_kernel, and of its short ones: several tiles, none of them full, and a single token
 PROOF_LENGTHS: tuple[int, ...] = (SHORT + 88, 1, 129)
 SHORT_LENGTHS: tuple[int, ...] = (300, 1, 129)
-# and of those for which cuDNN makes plans in torch's place
+# and of those that are one call of cuDNN, for which it makes plans in torch's place
 PLANNED_LENGTHS: tuple[int, ...] = (RECURRING, RECURRING, 1)
 # Kernels are compiled for a window, not for its size, so that one of so many tokens stands for all.
 PROOF_WINDOW = 100
@@ -410,7 +410,8 @@ def prove_kernel(
         cases.append((name, PROOF_LENGTHS, window))
         if device.type == "cuda" and name in VARLEN:
             cases.append((name, SHORT_LENGTHS, window))
-        if device.type == "cuda" and name == "torch" and longest >= RECURRING:
+        has_plans = device.type == "cuda" and name == "torch" and longest >= RECURRING
+        if has_plans or name == "cudnn":
             cases.append((name, PLANNED_LENGTHS, window))
         if name == "flash4" and longest >= ONE_DOCUMENT:
             cases.append((name, (ONE_DOCUMENT,), window))
