@@ -83,9 +83,8 @@ class LayerCost(NamedTuple):
             tile = tile_rows(rows, TILE_ROWS * (EXPERT_TILES if self.copied else 1))
         # gate and up with their gradients
         feed_forward = 4 * self.inner * tile
-        if (
-            self.copied
-        ):  # experts: gate and up may be computed again; the copies of rows and their gradients
+        # of experts, gate and up may be computed again, and rows are copied, with gradients of the copies
+        if self.copied:
             both = 2 * self.inner * tile
             unpacked = 2 / 3 * self.feed_forward * setup.unpacks
             feed_forward = max(feed_forward + both * (level != "none"), both + unpacked)

@@ -2,7 +2,7 @@
 
     a unit's backward ends    its gradients are whole, in the weights' dtype (reduce.py)
       inside a node           all-to-all: each rank receives every peer's gradient of the slices that it updates,
-                              and adds these copies in float32, in the order of the ranks
+                              and adds these copies in float32
       between nodes           reduce-scatter of the sums among the ranks that have the same place in their nodes
     small gradients           are collected and travel in one float32 all-reduce
     result                    divided by the world size, written to the sum (first micro-batch) or added to it
