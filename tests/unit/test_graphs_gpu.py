@@ -12,7 +12,6 @@ from tests.memory_case import assert_same_gradients, packed
 from tests.model_folder import init_weights
 from ulysses.memory.graphs import padded
 from ulysses.memory.levels import LayerMemory
-from ulysses.parallel.kernels.choice import resolve_kernel
 
 SHAPE = ModelConfig.from_hf(
     json.loads("""{
@@ -37,10 +36,7 @@ def pack(*lengths, seed=0):
 
 
 def model(shape, graphs):
-    # one kernel for both: without flash4, "auto" takes cuDNN's for a pack of two documents, which no graph can
-    kernel = resolve_kernel("auto", "cuda", torch.bfloat16, shape.head_dim).name
-    memory = LayerMemory(graphs=graphs)
-    made = CausalLM(shape, attention=kernel, memory=memory).to("cuda", torch.bfloat16)
+    made = CausalLM(shape, memory=LayerMemory(graphs=graphs)).to("cuda", torch.bfloat16)
     init_weights(made, seed=1)
     return made
 
