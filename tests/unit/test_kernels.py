@@ -320,6 +320,19 @@ def test_deterministic_kernels_repeat_bit_for_bit(kernel):
     assert all(torch.equal(a, b) for grads in again for a, b in zip(first, grads))
 
 
+def test_a_kernel_that_is_wrong_for_several_documents_at_once_is_refused(monkeypatch):
+    machine_without(monkeypatch)
+
+    def wrong(inputs):
+        out, lse = kernels.CPU.forward(inputs)
+        return out * (1.03 if len(out) > 1 else 1), lse
+
+    batched = kernels.by_document(kernels.CPU._replace(forward=wrong))
+    monkeypatch.setitem(kernels.PACK_KERNELS, "cudnn", batched)
+    with pytest.raises(FloatingPointError, match="cudnn gives a wrong output on cpu"):
+        prove_kernel("cudnn", torch.device("cpu"), torch.float32, 2, 1, 8)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_more_than_two_to_the_31_elements(kernel):
