@@ -327,8 +327,12 @@ def test_a_server_that_ended_between_two_exports_is_asked_after_the_next_and_jud
         server.fault = ""
         found.synchronise(2)
         assert serving(found) == addresses[1:] and not found.wants_gap
+        server.fault = "starting"
         found.synchronise(3)
-    assert serving(found) == addresses and found.wants_gap
+        assert serving(found) == addresses[1:] and not found.wants_gap
+        server.fault, server.model["dtype"] = "", "torch.bfloat16"
+        found.synchronise(6)
+    assert serving(found) == addresses and found.wants_gap and not found.float32
     reloads = [path for path, _ in server.asked]
     assert reloads.count("/collective_rpc") == 2
 
