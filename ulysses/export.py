@@ -204,3 +204,7 @@ No metrics were measured after that{": " if rounding.note else ""}{rounding.note
             copy_side_files(source, new)
         (new / CARD).write_text(card, encoding="utf-8")
     return rounding.note
+
+
+if __name__ == "__main__":
+    raise SystemExit("error: the command is: ulysses export")

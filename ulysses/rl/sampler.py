@@ -76,8 +76,7 @@ class Completion:
 
     def after(self, prompt: list[int], weight: float = 1.0) -> Sequence:
         """Return a prompt with this answer, which is trained."""
-        weights = [0.0] * len(prompt) + [weight] * len(self.tokens)
-        return Sequence(prompt + self.tokens, weights)
+        return Sequence(prompt + self.tokens, [0.0] * len(prompt) + [weight] * len(self.tokens))
 
 
 class Request(NamedTuple):
