@@ -357,6 +357,14 @@ def test_a_server_that_was_started_again_between_two_exports_is_asked_no_more(
             found.synchronise(2)
 
 
+@pytest.mark.parametrize("sync, said", [("disk", "read .*policy"), ("gloo", "taken what was")])
+def test_the_sentence_about_other_weights_says_how_they_came(tmp_path, sync, said):
+    found = sampler(tmp_path, "vllm+http://host:1", sampler_sync=sync)
+    found.is_current = True
+    with pytest.raises(ValueError, match=f"whether they have {said}"):
+        found.check_gap(5.0)
+
+
 def test_a_server_that_comes_back_is_asked_again(tmp_path, server, monkeypatch):
     server.fault = "refuse"
     monkeypatch.setattr(servers.time, "sleep", lambda _: setattr(server, "fault", ""))
