@@ -63,8 +63,8 @@ class SamplingServer:
             "no stop token", "abort", "short", "unknown tokens", "tokens as text", "numbers as text" or "goes on", and
             "late stop" where a stop token is the last that was asked for, which is no fault; of a server that was told
             to end and keeps the requests that it has "ended" (nothing listens any more) or "ending" (it says that it is
-            not available); "busy", which is late and knows no /health, which is no fault either; and the path of a call
-            that it refuses.
+            not available); "starting", which answers all but /health; "busy", which is late and knows no /health, which
+            is no fault either; and the path of a call that it refuses.
         released: ends the requests that a server keeps.
         length, model: what it tells of itself, the tokens of the longest sequence and the model's configuration.
         receiver: takes weights that come over the network (tests/weight_receiver.py), or None.
@@ -105,6 +105,7 @@ class SamplingServer:
                     found[self.path] = outer.receiver.get()
                 text = json.dumps(found.get(self.path)).encode()
                 codes = {"busy": 404, "ending": 503, self.path: 404}
+                codes["starting"] = 503 if self.path == "/health" else 200
                 self.send_response(codes.get(outer.fault, 200 if self.path in found else 404))
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()

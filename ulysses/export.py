@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "ulysses export", description="Export a checkpoint in Hugging Face format."
     )
     parser.add_argument("source", help="RUN/checkpoints/step-N, or an adapter's folder")
-    parser.add_argument("out", help="folder to write; an earlier export is replaced")
+    parser.add_argument("out", help="folder to write, which is new or empty")
     parser.add_argument(
         "--merge", action="store_true", help="add the LoRA adapter to its base's weights"
     )
@@ -204,3 +204,7 @@ No metrics were measured after that{": " if rounding.note else ""}{rounding.note
             copy_side_files(source, new)
         (new / CARD).write_text(card, encoding="utf-8")
     return rounding.note
+
+
+if __name__ == "__main__":
+    raise SystemExit("error: the command is: ulysses export")

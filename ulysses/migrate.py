@@ -424,3 +424,7 @@ def _plain(value: Any) -> Any:
     except (TypeError, ValueError):
         words = {"true": True, "false": False, "yes": True, "no": False, "none": None}
         return words.get(str(value).lower(), value)
+
+
+if __name__ == "__main__":
+    raise SystemExit("error: the command is: ulysses migrate")

@@ -196,3 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(f"wrote {page} and {picture}")
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit("error: the command is: ulysses report")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 from importlib import import_module
 from operator import attrgetter
 from typing import get_args
@@ -161,3 +162,10 @@ def test_a_wrong_command_is_told_before_torch_is_imported():
     done = python("-c", line)
     assert done.stdout == "2 False\n" and "error: " in done.stderr and "quux" in done.stderr
     assert "loading the libraries" not in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("command", ["export", "migrate", "report"])
+def test_a_tool_that_is_started_as_a_module_does_not_end_as_if_it_had_done_its_work(command):
+    with pytest.raises(SystemExit, match=f"^error: the command is: ulysses {command}$"):
+        runpy.run_module(f"ulysses.{command}", run_name="__main__")

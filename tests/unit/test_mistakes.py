@@ -227,7 +227,7 @@ PPO --ppo.sampler ["vllm+http://h:1","tgi+http://h"] => ppo.sampler is 'tgi+http
 PPO --ppo.sampler sglang+http://h/v1 => ppo.sampler is
 PPO --ppo.sampler vllm+http://h:1 --ppo.importance_cap 2 --ppo.top_p 0.9 => ppo.importance_cap needs the servers'
 PPO --ppo.sampler vllm+http://h:1 --ppo.importance_cap 2 --ppo.top_k 5 => leave ppo.importance_cap out, or top_p and
-PPO --ppo.kl_in loss => the gradient of ppo.kl_estimator = "k1" in a loss is zero on average; set it to "k3"
+PPO --ppo.kl_in loss => the gradient of ppo.kl_estimator = "k1" in a loss is zero on average; set ppo.kl_estimator =
 PPO --ppo.sampler rows --data.eval [] --run.eval_every 0 \
 => ppo.reward: not read, because ppo.sampler is "rows", which are drawn and scored elsewhere; change that, or leave this
 PPO --ppo.sampler rows --ppo.reward {} --data.eval [] --run.samples 4 --run.eval_every 2 --run.patience 1 \

@@ -17,7 +17,7 @@ PROMPTS = """
 0 .5 .5 0 0 1 => 5 => the last of two answers
 0 1 1 0 0 => 1 => what follows the last answer is no part of the prompt
 0 0 0 => 3 => a prompt alone
-1 1 1 => 1 => data.train_on = "all": nothing predicts the first token
+1 1 1 => 1 => nothing predicts the first token
 1 => 1 => nor the only one
 """
 

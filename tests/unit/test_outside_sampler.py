@@ -327,8 +327,12 @@ def test_a_server_that_ended_between_two_exports_is_asked_after_the_next_and_jud
         server.fault = ""
         found.synchronise(2)
         assert serving(found) == addresses[1:] and not found.wants_gap
+        server.fault = "starting"
         found.synchronise(3)
-    assert serving(found) == addresses and found.wants_gap
+        assert serving(found) == addresses[1:] and not found.wants_gap
+        server.fault, server.model["dtype"] = "", "torch.bfloat16"
+        found.synchronise(6)
+    assert serving(found) == addresses and found.wants_gap and not found.float32
     reloads = [path for path, _ in server.asked]
     assert reloads.count("/collective_rpc") == 2
 
@@ -351,6 +355,14 @@ def test_a_server_that_was_started_again_between_two_exports_is_asked_no_more(
             found.sample(PROMPTS, 1)
         with pytest.raises(LostError, match="started again, or serves another run, too"):
             found.synchronise(2)
+
+
+@pytest.mark.parametrize("sync, said", [("disk", "read .*policy"), ("gloo", "taken what was")])
+def test_the_sentence_about_other_weights_says_how_they_came(tmp_path, sync, said):
+    found = sampler(tmp_path, "vllm+http://host:1", sampler_sync=sync)
+    found.is_current = True
+    with pytest.raises(ValueError, match=f"whether they have {said}"):
+        found.check_gap(5.0)
 
 
 def test_a_server_that_comes_back_is_asked_again(tmp_path, server, monkeypatch):

@@ -136,12 +136,15 @@ def test_page_and_picture(tmp_path, capsys, monkeypatch):
     names = ["<img src=x>", "$x_1$", "_third"]
     for i, name in enumerate(names):
         write(Path(name), training(5, **{evil: i, f"grad/active/{evil}": 1.0}))
+    said = {"step": 0, "by": "step 0", "prompt": evil, "answer": evil}
+    write_rows(Path(names[0], "samples.jsonl"), [said, said])  # a resumed run adds them again
     assert main([*names, names[0]]) == 0
     page, picture = Path(names[0], "report.html"), Path(names[0], "report.png")
     assert capsys.readouterr().out == f"wrote {page} and {picture}\n"
     text = page.read_text()
     assert not set(re.findall(r"<(\w+)", text)) & {"script", "b", "img", "link"}
     assert all(target.startswith("#") for target in re.findall(r'(?:src|href)="([^"]*)', text))
+    assert text.count("<td>step 0</td>") == text.count("<h4>&lt;/title&gt;&lt;script&gt;") == 1
     figures = map(ElementTree.fromstring, re.findall(r"(?s)<svg.*?</svg>", text))
     first, rest = (
         [element.text or "" for element in svg.iter() if element.tag.endswith("text")]

@@ -6,7 +6,6 @@
     reinforce++     the sum of the answer's rewards from a token on, whitened over the rollout (2501.03262)
 
 An answer is an episode where an episode has branches: they have one reward, the mean of theirs, and one advantage.
-
 """
 
 from collections import Counter

@@ -48,3 +48,6 @@ class AnySampler:
     def serve(self, requests: Requests, rollout: int = 0) -> None:
         """Answer requests until there will be none."""
         raise NotImplementedError
+
+    def close(self) -> None:
+        """Let a call of `serve` in another thread end soon, without asking for more."""

@@ -97,7 +97,7 @@ class EpisodeLoop(Thread):
 class Episode:
     """An episode that runs.
 
-    index, row: the data row, and its number.
+    index, row: the number of the data row, and the row.
     since: when its function began, or went on after a call; infinite while it waits for the event loop.
     futures: of the completions that it waits for, by the numbers of the calls.
     """

@@ -53,7 +53,7 @@ class OutsideSampler(AnySampler):
         push: gives the servers the weights (WeightPush), unless they read them from a folder.
         lost: the servers that take no requests, until the next call of `synchronise`, with what is wrong.
         marks: what the servers told when they had got the weights; empty before the first ones.
-        float32: whether the trainer computes in float32, and after the first call of `synchronise` the servers, too.
+        float32: whether the trainer computes in float32 and, after the first call of `synchronise`, all servers, too.
         compared: whether `check_gap` has seen a rollout since the last server came.
         is_current: whether the servers got the trainer's weights in the last call of `synchronise`.
         closed: whether nobody wants the completions any more.
@@ -117,8 +117,11 @@ class OutsideSampler(AnySampler):
                 if not self.is_current:
                     self._check_marks(server, LostError)
                     continue
-                server.check(self.longest, self.options.temperature)
-                if self.lost.pop(server, None):
+                # one that is starting answers all else before it takes weights
+                server.call("/health", seconds=LOOK_SECONDS)
+                if server in self.lost:
+                    self.float32 &= server.check(self.longest, self.options.temperature)
+                    del self.lost[server]
                     self.compared = False
                     self.parts.say(f"{server} is there again")
         if self.is_current and self.push:
@@ -231,7 +234,6 @@ class OutsideSampler(AnySampler):
         return answers
 
     def close(self) -> None:
-        """Let a call of `serve` in another thread end soon, without asking for more."""
         self.closed = True
 
     def _complete(self, server: Server, request: Request, rollout: int) -> Completion:

@@ -150,7 +150,7 @@ class PpoStage(ReferencedStage):
             if (ppo.kl_in, ppo.kl_estimator) == ("loss", "k1"):
                 yield (
                     'ppo.kl_in is "loss" but the gradient of ppo.kl_estimator = "k1" in a loss is zero on average; set '
-                    'it to "k3", or kl_in to "reward"'
+                    'ppo.kl_estimator = "k3", or ppo.kl_in = "reward"'
                 )
 
     @property
@@ -226,8 +226,7 @@ class PpoStage(ReferencedStage):
             parts.resources.callback(episodes.close)
         stage = super().build(parts)
         maker = RolloutMaker(stage, parts, sampler, reward, episodes)
-        if ppo.rollouts_ahead:
-            parts.resources.callback(sampler.close)
+        parts.resources.callback(sampler.close)
         return replace(stage, maker=maker)
 
     def show_rollouts(self, show: Callable[[Rollout], None]) -> None:
