@@ -345,8 +345,8 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
     if not model.lora.rank:
         reason = "model.lora.rank is 0, which trains all weights; set the rank, or remove them"
         unread[reason] = ("model.lora.",)
-    takes_rows = config.stage == "ppo" and config.ppo.takes_rows
-    if not takes_rows:  # with them nothing is evaluated, and the stage says so
+    # with trajectories as rows nothing is evaluated, and the stage says so
+    if "rows" not in config.ppo.sampler:
         if not (data.eval or data.eval_fraction):
             reason = "there is nothing to evaluate; set data.eval or data.eval_fraction, or remove it"
             unread[reason] = ("run.eval_every", "run.samples")
