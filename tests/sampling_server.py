@@ -7,6 +7,7 @@ import gzip
 import json
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,6 +19,14 @@ from transformers import AutoModelForCausalLM
 
 from tests.harness import STUCK
 from tests.weight_receiver import GET, POST
+
+# answers that are packed although nobody asked for it
+PACKINGS = {
+    "gzip": gzip.compress,
+    "gzip, gzip": lambda content: gzip.compress(gzip.compress(content)),
+    "deflate": zlib.compress,
+}
+
 
 LogProbabilities = Callable[[list[int], list[int]], list[float]]
 
@@ -59,7 +68,7 @@ class SamplingServer:
         asked: (path, body) of all POST requests.
         keys, encodings: what they had in the headers of keys and of packings.
         fault: "" for none, "hang", "drip", "slow head", "endless", "redirect", "cut", "no HTTP", "refuse", "garbage",
-            "no fields", "deep", "gzip", "reload" or "broken" (HTTP 500 that says why); of answers "nan",
+            "no fields", "deep", one of PACKINGS, "reload" or "broken" (HTTP 500 that says why); of answers "nan",
             "no stop token", "abort", "short", "unknown tokens", "tokens as text", "numbers as text" or "goes on", and
             "late stop" where a stop token is the last that was asked for, which is no fault; of a server that was told
             to end and keeps the requests that it has "ended" (nothing listens any more) or "ending" (it says that it is
@@ -129,8 +138,8 @@ class SamplingServer:
                 text = b"not JSON" if outer.fault == "garbage" else json.dumps(found).encode()
                 if outer.fault == "deep":
                     text = b"[" * 200_000 + b"]" * 200_000
-                if outer.fault == "gzip":  # although nobody asked for it
-                    text = gzip.compress(bytes(1 << 24))
+                if outer.fault in PACKINGS:
+                    text = PACKINGS[outer.fault](bytes(1 << 24))
                 if outer.fault == "slow head":
                     self.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
                     for _ in range(300):
@@ -150,7 +159,7 @@ class SamplingServer:
                 self.send_header("Content-Length", str(len(text) + more))
                 self.send_header("Location", f"{outer.address}/elsewhere")
                 outer.encodings.add(self.headers["Accept-Encoding"])
-                if outer.fault == "gzip":
+                if outer.fault in PACKINGS:
                     self.send_header("Content-Encoding", outer.fault)
                 self.end_headers()
                 self.wfile.write(text)

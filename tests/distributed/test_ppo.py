@@ -21,7 +21,7 @@ from tests.engine_case import (
     build_trainer,
     trained,
 )
-from tests.harness import run_distributed
+from tests.harness import full, run_distributed
 from tests.memory_case import assert_same_gradients
 from tests.zero_case import HostWeights, filled, frozen_engine
 from ulysses.config.stage_sections import PpoSection
@@ -274,6 +274,7 @@ def column(rollout, name):
         (4, 2, 64, SHAPE, "gae"),
         (4, 4, 64, ODD, "gae"),
         (2, 1, 64, MOE, "gae"),
+        *full((2, 2, 100, MOE, "group")),
         (2, 2, 100, HYBRID, "group"),
     ],
 )

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.data_case import sharing
 from tests.distributed.test_attention import compare
 from tests.forest_case import as_trees, forest
-from tests.harness import device, need_gpus, run_distributed
+from tests.harness import device, full, need_gpus, run_distributed
 from tests.unit.test_kernels import gpu_kernels
 from tests.unit.test_layout import simulated_mesh
 from ulysses import ParallelMesh, Sequence, UlyssesAttention, pack_shard
@@ -41,7 +41,7 @@ def embed(table, tokens, positions):
     return table[tokens] * (1 + torch.cos(positions.double())).to(table.dtype)[:, None, None]
 
 
-def formula(heads, head_dim=E, **size):
+def formula(heads, head_dim=E, window=None, **size):
     """Summed sines of all rows, weighted by targets and weights, and the tables' gradients; sequence by sequence."""
     whole = tables((heads[0], *heads[1:] * 2), head_dim, torch.float64)
     found = [x.detach().cpu().requires_grad_() for x in whole]
@@ -49,19 +49,23 @@ def formula(heads, head_dim=E, **size):
     for given, _ in drawn(**size):
         positions = torch.arange(len(given.tokens))
         q, k, v = (embed(x, given.tokens, positions).transpose(0, 1)[None] for x in found)
-        out = sdpa(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+        age = positions[:, None] - positions
+        seen = (age >= 0) & (age < (window or len(age)))
+        out = sdpa(q, k, v, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1)
         factors = given.tokens[1:] * given.loss_weights[1:]
         loss = loss + (out[:-1].sin() * factors[:, None, None]).sum()
     return [loss.detach(), *torch.autograd.grad(loss, found)]
 
 
-def on_ranks(sp, heads, kernel="auto", dtype=torch.float64, head_dim=E, **size):
+def on_ranks(
+    sp, heads, kernel="auto", dtype=torch.float64, head_dim=E, window=None, **size
+):  # fmt: skip
     """The same from packs on all ranks; the loss and the gradients are summed over the group."""
-    mesh = ParallelMesh(sp, num_heads=heads[0])
+    mesh = ParallelMesh(sp, num_heads=heads[0], windows=[window])
     batch = pack_shard(as_trees(drawn(**size)), mesh, device())
     assert batch.num_tokens_shared
     found = tables((heads[0], *heads[1:] * 2), head_dim, dtype)
-    attention = UlyssesAttention(mesh, *heads, head_dim, kernel=kernel)
+    attention = UlyssesAttention(mesh, *heads, head_dim, kernel=kernel, window=window)
     q, k, v = (embed(x, batch.tokens, batch.positions) for x in found)
     out = attention(q, k, v, plan=batch.attention_plan)
     loss = (out.sin() * (batch.targets * batch.loss_weights)[:, None, None]).sum()
@@ -72,19 +76,32 @@ def on_ranks(sp, heads, kernel="auto", dtype=torch.float64, head_dim=E, **size):
     return totals
 
 
-def many(sp, cases):
-    return [on_ranks(sp, heads) for heads in cases]
+def many(sp, cases, **how):
+    return [on_ranks(sp, heads, **how) for heads in cases]
 
 
 @pytest.mark.parametrize("sp", [1, 2, 3, 4])
 def test_shared_prompts_are_the_separate_sequences(sp):
-    """Degrees that divide the heads, that split query rows (3/1, 14/2) and that copy kv heads.
-
-    test_prefix_trees.py has models whose windows cut prompts anywhere.
-    """
+    """Degrees that divide the heads, that split query rows (3/1, 14/2) and that copy kv heads."""
     cases = [(4, 2), (3, 1), (14, 2)]
     for heads, got in zip(cases, run_distributed(many, sp, sp, cases)[0]):
         compare(got, formula(heads), 1e-12)
+
+
+def windows_of(sp, cases, windows):
+    return {w: many(sp, cases, window=w) for w in windows}
+
+
+@pytest.mark.parametrize("world, sp", [(1, 1), (3, 3), *full((2, 2), (4, 4), (4, 2))])
+def test_windows_cut_shared_prompts_as_they_cut_separate_sequences(world, sp):
+    """Windows that end inside an answer, inside a prompt, at its first token and before it."""
+    cases, windows = [(4, 2), (3, 1)], [1, 2, 6, 12, 20, 21, 24, 27, 29, 40]
+    for window, results in run_distributed(windows_of, world, sp, cases, windows)[0].items():
+        for heads, got in zip(cases, results):
+            wanted = formula(heads, window=window)
+            floor = [max(float(x.norm()), 1) for x in wanted]  # dq is 0 under a window of 1
+            for a, b, size in zip(got, wanted, floor):
+                assert float((a - b).norm()) < 1e-12 * size, window
 
 
 @pytest.mark.parametrize("size", [{}, {"trees": 2, "branches": 1}], ids=["many", "a pair"])

@@ -21,7 +21,7 @@ from models.writing import GENERATION, write_weights
 from tests import rows_of
 from tests.e2e.launch import tiny
 from tests.e2e.test_stage_runs import on_ranks
-from tests.harness import PATIENCE
+from tests.harness import PATIENCE, full
 from tests.model_folder import demo_model, init_weights
 from tests.tiny_tokenizer import write_rows
 from ulysses.answers import Trained, main
@@ -294,7 +294,8 @@ def test_a_prompt_gets_the_variables_of_its_run(place, tmp_path, monkeypatch):
         assert len(lines(out)) == 3
 
 
-def test_a_chat_that_is_killed_leaves_no_merged_model(place, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, *full((signal.SIGHUP,))])
+def test_a_chat_that_is_killed_leaves_no_merged_model(place, tmp_path, number):
     peft = pytest.importorskip("peft")
     model = AutoModelForCausalLM.from_pretrained(place / "model")
     peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(
@@ -304,12 +305,13 @@ def test_a_chat_that_is_killed_leaves_no_merged_model(place, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "ulysses.cli", "chat", str(tmp_path / "adapters")],
         stdin=-1, stdout=-1, env=os.environ | {"TMPDIR": str(tmp_path / "tmp")},
+        # tests that were started with nohup ignore SIGHUP, and so would the chat
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     )  # fmt: skip
     assert process.stdout.read(2) == b"> " and any((tmp_path / "tmp").glob("*/export"))
-    process.terminate()
+    process.send_signal(number)
     process.communicate(timeout=PATIENCE)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert not [*(tmp_path / "tmp").glob("*/export")]
+    assert not [*(tmp_path / "tmp").glob("*/export")] and process.returncode == 128 + number
 
 
 REFUSED = """

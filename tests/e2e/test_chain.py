@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -16,6 +17,7 @@ from tests.e2e.chain import AFTER, DEMO, HELD_OUT, RECIPES, ROLLOUTS, Chain, lau
 from tests.e2e.launch import ROOT, Ranks, environment, metrics, ranks
 from tests.e2e.test_export import assert_same_folder
 from tests.e2e.test_kill_resume import wait_until_dead
+from tests.harness import full
 from tests.sampling_server import SamplingServer, load
 from tests.weight_receiver import in_a_process
 from ulysses.check.input_files import check_weights
@@ -139,7 +141,8 @@ def test_every_stage_begins_where_another_ended(chain, tmp_path):
     assert_same_folder(tmp_path / "ppo", export)
 
 
-def test_a_server_samples(chain, tmp_path):
+@pytest.mark.parametrize("sync", ["gloo", *full(("disk",))])
+def test_a_server_samples(chain, tmp_path, sync):
     """From whole weights, every second rollout from new ones; one that has other weights ends the run."""
     folder, output, server = chain[0], tmp_path / "served", SamplingServer()
     data = DEMO
@@ -149,20 +152,22 @@ def test_a_server_samples(chain, tmp_path):
     --data.train {data}/ppo_train.jsonl --data.eval [] --data.cache {tmp_path}/cache
     --model.path {folder}/sft/export --model.init pretrained --model.tokenizer {data}/tokenizer --model.lora.rank 4
     --ppo.sampler vllm+{server.address} --ppo.sampler_sync_every 2 --ppo.importance_cap 2
-    --ppo.sampler_sync gloo
+    --ppo.sampler_sync {sync}
     """.split()
-    with in_a_process() as server.receiver:
+    with nullcontext() if sync == "disk" else in_a_process() as server.receiver:
         refused = ranks([*typed, "--run.output", f"{tmp_path}/other"], 2, code=1)
-        server.load = partial(load, folder / "sft/export")
+        server.load = load if sync == "disk" else partial(load, folder / "sft/export")
         ranks([*typed, "--run.output", f"{output}"], 2)
         server.close()
-        names = safetensors.torch.load(server.receiver.held()[-1])
+        pushed = server.receiver and safetensors.torch.load(server.receiver.held()[-1])
     refused.refused("have the same weights, but their log-probabilities differ by .*; look in")
     lines = metrics(output)
     assert [m["rollout"] for m in lines] == [0, 1, 2]
     fresh, old, again = (m["sampler/logp_gap"] for m in lines)
     assert max(fresh, again) < 1e-4 < old
-    assert [asked for asked, _ in server.asked].count("/finish_weight_update") == 3
+    last = {"disk": "/collective_rpc", "gloo": "/finish_weight_update"}[sync]
+    assert [asked for asked, _ in server.asked].count(last) == 3
+    names = pushed or WeightFiles(output / "sampler").tensors
     assert "model.norm.weight" in names and not [n for n in names if "lora" in n]
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import subprocess
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -242,6 +243,12 @@ def test_commands_files_and_links_exist(document):
             assert {word[2:] for word in rest if word.startswith("--")} <= known, command
             paths += [ROOT / file] * file.startswith("configs/")
     assert not [path for path in paths if not path.exists()]
+
+
+def test_make_says_that_pip_is_at_work(tmp_path):
+    line = ["make", "-n", "demo", f"VENV={tmp_path}/env"]
+    said = subprocess.run(line, cwd=ROOT, capture_output=True, text=True).stdout
+    assert 0 < said.index("pip downloads and installs the packages") < said.index("pip install")
 
 
 def test_tests_named_in_the_fault_table_exist():

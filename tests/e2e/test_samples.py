@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.e2e.launch import metrics, ranks, rows, tiny
 from tests.e2e.test_stage_runs import on_ranks, settings
+from tests.harness import full
 from ulysses.report import main
 from ulysses.run.samples import Samples
 
@@ -20,9 +21,10 @@ SHORT = "--run.steps 2 --run.eval_every 1 --run.save_every 1 --run.export false"
 lines = partial(metrics, file="samples.jsonl")
 
 
-def test_held_out_rows_are_answered_at_every_evaluation(tmp_path):
-    typed = f"{SHORT} --run.samples 2 --dpo.reference live"
-    line = settings("dpo", tmp_path / "run", typed)
+@pytest.mark.parametrize("stage", ["dpo", *full(("kto",))])
+def test_held_out_rows_are_answered_at_every_evaluation(stage, tmp_path):
+    typed = f"{SHORT} --run.samples 2 --{stage}.reference live"
+    line = settings(stage, tmp_path / "run", typed)
     on_ranks(2, line)
     found = lines(tmp_path / "run")
     wanted = ["data", "reference", "step 0", "step 1", "step 2"]

@@ -21,6 +21,7 @@ from tests.zero_case import filled
 from ulysses.check.preflight import prepare
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
+from ulysses.export import main
 from ulysses.options import stage_of
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
@@ -173,7 +174,8 @@ def test_adapters_load_with_peft(base, tmp_path):
     from peft import PeftModel
 
     line = on_ranks(2, with_adapters(base, "sft", tmp_path / "run"))[-1]
-    plain = tmp_path / "run/export"
+    plain, merged = tmp_path / "run/export", tmp_path / "merged"
+    assert main(["--merge", str(plain), str(merged)]) == 0
     [checkpoint] = (tmp_path / "run/checkpoints").iterdir()
     said = python("-m", "ulysses.cli", "export", checkpoint, tmp_path / "again")
     assert (said.stdout, said.stderr) == (
@@ -183,11 +185,15 @@ def test_adapters_load_with_peft(base, tmp_path):
     assert not list(plain.glob("model*.safetensors"))
     assert read_json(plain / "adapter_config.json")["r"] == 4
     tokens = torch.arange(3, 60)[None]
-    start = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     with torch.no_grad():
+        start, whole = (
+            AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32).eval()
+            for f in (base, merged)
+        )
         before = start(tokens).logits
         adapted = PeftModel.from_pretrained(start, plain).eval()
         after = adapted(tokens).logits
+        torch.testing.assert_close(after, whole(tokens).logits, rtol=1e-3, atol=1e-3)
     assert (after - before).abs().max() > 0.05
     examples = held_out(settings("sft", tmp_path / "nowhere"))
     rows = [example.sequences[0] for example in examples]

@@ -195,13 +195,6 @@ def test_each_kind_of_knowledge_stays_in_its_place():
         assert "str(error).replace" not in text, name
 
 
-def test_our_triton_kernels_use_no_atomics():
-    """Sums by atomics come in any order; every kernel of ours has its own place to write to."""
-    texts = [path.read_text() for path in sources()]
-    assert any("@triton.jit" in text for text in texts)
-    assert not any("tl.atomic_" in text for text in texts)
-
-
 @cache
 def _code(text):
     """Return a file's code without its docstrings and other bare strings."""
@@ -228,6 +221,12 @@ def test_one_file_knows_the_environment():
             code = code.replace("os.environ.setdefault(", "")
         found = re.search(r"\b(environb?|getenvb?|putenv|unsetenv)\b", code)
         assert not found, f"{path.relative_to(ROOT)} uses environment variables"
+
+
+def test_tests_use_public_faces():
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        if path.name != "test_architecture.py":
+            assert "ParallelMesh.__new__" not in path.read_text(), path
 
 
 def import_alone(name):

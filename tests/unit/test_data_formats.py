@@ -33,7 +33,6 @@ MESSAGES = {
     "gpt": '{"from": "gpt", "value": "a"}',
     "call": '{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments":',
     "parts": '{"role": "assistant", "content": [',
-    "opened": r"\n\nHuman: q\n\nAssistant: a\n\nHuman: more\n\nAssistant:",
 }
 
 
@@ -255,6 +254,14 @@ def test_a_prompt_that_ends_with_the_assistant_begins_its_answers(read, prompt, 
     assert later == f"[user: q, {end}] [user: q, assistant: a]"
 
 
+def test_message_weights(read):
+    said = '{"role": "user", "content": "q"%s}', '{"role": "assistant", "content": "a"%s}'
+    more = ', "loss_weight": 0.0', ', "train": false', "", ', "weight": 0.5', "", ""
+    turns = ", ".join(turn % extra for turn, extra in zip(said * 3, more))
+    (record,), _ = read(f'{{"messages": [{turns}]}}', "sequence")
+    assert [m.weight for m in record.answers[0]] == [0, 0, 1, 0.5, 1, 1]
+
+
 @pytest.mark.parametrize(
     "row, kinds, sentence",
     table(r"""
@@ -353,7 +360,7 @@ def test_bad_rows_are_errors_that_name_the_row(read, tmp_path, row, kinds, sente
 
 @pytest.mark.parametrize(
     "row, kind, reason",
-    table(r"""
+    table("""
 {"instruction": "q", "output": " "} => sequence => empty answer
 {"instruction": "", "output": "a"} => sequence => empty prompt
 {"instruction": "q", "output": "a", "label": false} => sequence => its label is false
@@ -366,11 +373,6 @@ def test_bad_rows_are_errors_that_name_the_row(read, tmp_path, row, kinds, sente
 {"instruction": "q", "chosen": "a", "rejected": ""} => pair => empty answer
 {"prompt": "q", "chosen": [$user, $bot], "rejected": "b"} \
 => pair => an answer does not begin and end with an assistant message
-{"chosen": "${opened} x", "rejected": "\n\nHuman: q\n\nAssistant: a"} \
-=> pair => the prompts of chosen and rejected differ
-{"chosen": "${opened} x", "rejected": "${opened}"} => pair => empty answer
-{"chosen": "${opened} x", "rejected": "${opened} y\n\nHuman: bye"} \
-=> pair => rejected does not end with an assistant message
 """),
 )
 def test_rows_without_use_are_dropped_and_reported(read, tmp_path, row, kind, reason):
@@ -378,6 +380,20 @@ def test_rows_without_use_are_dropped_and_reported(read, tmp_path, row, kind, re
     assert records == [] and report.dropped == {reason: 1}
     assert report.examples[reason] == [f"{tmp_path / 'rows.jsonl'} row 1"]
     assert reason in str(report) and "row 1" in str(report)
+
+
+def test_transcripts_with_different_prompts_or_empty_answers_are_dropped(read):
+    opened = "\n\nHuman: q\n\nAssistant: a\n\nHuman: more\n\nAssistant:"
+    other = "\n\nHuman: q\n\nAssistant: a"
+    rejected = (opened + " y", other, opened, opened + " y\n\nHuman: bye")
+    records, report = read([{"chosen": opened + " x", "rejected": r} for r in rejected], "pair")
+    kept = "[user: q, assistant: a, user: more] [assistant: x] [assistant: y]"
+    assert [flat(r) for r in records] == [kept]
+    assert report.dropped == {
+        "the prompts of chosen and rejected differ": 1,
+        "empty answer": 1,
+        "rejected does not end with an assistant message": 1,
+    }
 
 
 def test_broken_json_line_is_named_or_dropped(tmp_path):

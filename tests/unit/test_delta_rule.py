@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from models.families import Delta
-from models.ops.delta_rule import decays, delta_rule, mix_pack, unit
+from models.ops.delta_rule import convolve, decays, delta_rule, mix_pack, unit
 from ulysses.parallel.recurrence import Recurrence
 
 CPU = torch.device("cpu")
@@ -100,3 +101,22 @@ def test_chunks_equal_the_recurrence(dtype, bound, prefixes):
     for name, x in wanted.items():
         error = float((found[name].double() - x).norm() / x.norm())
         assert error < bound, (name, error)
+
+
+def test_the_convolution_sees_its_own_document_and_what_it_shares():
+    bounds, F_, W = bounds_of(LENGTHS), 5, 4
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(bounds[-1], F_, generator=draw, dtype=torch.float64)
+    weight = torch.randn(F_, W, generator=draw, dtype=torch.float64)
+    for prefixes in ({}, SHARING):
+        found = torch.cat(convolve(x, weight, Recurrence(bounds, prefixes, CPU), [2, 3]), 1)
+        for place, length in enumerate(LENGTHS):
+            own = slice(bounds[place], bounds[place + 1])
+            whole = torch.cat([*(x[slice(*part)] for part in prefixes.get(place, ())), x[own]])
+            wanted = F.conv1d(whole.T, weight[:, None], padding=W - 1, groups=F_)
+            wanted = F.silu(wanted[:, : len(whole)].T)[-length:]
+            torch.testing.assert_close(found[own], wanted)
+        # as the kernels get it: a pack in which copies of the prompt's last rows come before an answer
+        pack = Recurrence(bounds, prefixes, CPU).with_copies(W - 1)
+        (with_copies,) = convolve(x[pack.rows], weight, Recurrence(pack.bounds, {}, CPU), [5])
+        torch.testing.assert_close(with_copies[pack.originals], found)

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 
+from tests import ROOT
 from ulysses.check.setting_checks import CUBLAS, require_determinism
 
 
@@ -32,3 +33,15 @@ def test_a_users_own_workspace_is_kept(monkeypatch):
     monkeypatch.setenv(CUBLAS, ":16:8")
     require_determinism()
     assert os.environ[CUBLAS] == ":16:8"
+
+
+def test_our_triton_kernels_use_no_atomics():
+    """Sums by atomics come in any order; every kernel of ours has its own place to write to."""
+    texts = [
+        path.read_text()
+        for name in ("losses", "models", "ulysses")
+        for path in (ROOT / name).rglob("*.py")
+    ]
+    assert any("@triton.jit" in text for text in texts) and not any(
+        "tl.atomic_" in text for text in texts
+    )

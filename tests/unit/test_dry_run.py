@@ -115,6 +115,16 @@ def test_everything_present_is_zero(run, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_tiny_model_takes_a_time_and_has_one_micro_batch(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("ulysses.run.dry_run.cpu_flops", lambda _: 1e18)
+    monkeypatch.setattr("ulysses.run.dry_run.step_seconds", lambda _: 1e-4)
+    line = [word for word in demo(tmp_path) if word not in ("--gpus", "2")]
+    _, text = run(*line, "--parallel.sequence_parallel_size", 1)
+    assert text.count("micro-batches:") == 1 and "0.0 s" not in text and "0.00" not in text
+    assert "CPU a step takes about <0.01 s, and" in text and "; <0.01 s / step" in text
+
+
 def test_a_machine_without_a_gpu_is_timed_and_its_slow_dtype_named(run, tmp_path, monkeypatch):
     rates = {"float32": 1e9, "bfloat16": 1e8}
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

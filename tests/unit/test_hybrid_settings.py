@@ -6,17 +6,27 @@ import pytest
 import torch
 from torch import nn
 
-from models.arch import ModelConfig
+from models.arch import ModelConfig, architecture
 from models.decoder import CausalLM
 from models.kinds import count_parameters
 from models.lora import LoraLinear, add_adapters
 from tests import rows_of
-from tests.family_case import FAMILIES
+from tests.family_case import FAMILIES, raw
 from ulysses.check.adapter_settings import check_adapters, choose_targets
 from ulysses.check.preflight import prepare
 from ulysses.config.command_line import check
 from ulysses.options import stage_of
-from ulysses.plan.planner import planner_model
+from ulysses.plan.hardware import GIB, Machine
+from ulysses.plan.layer_cost import plain_model
+from ulysses.plan.planner import choose_memory, memory_line, planner_model
+from ulysses.plan.step_cost import Question
+
+
+def test_an_interval_arranges_the_layers_that_no_list_arranges():
+    config = raw("qwen3_5_text", num_hidden_layers=7, full_attention_interval=3)
+    mixers = [kind.mixer for kind in ModelConfig.from_hf(config).layers]
+    assert [i for i, mixer in enumerate(mixers) if mixer == "full_attention"] == [2, 5]
+
 
 LINEAR_LAYER, FULL_LAYER = "linear_attention", "full_attention"
 ARRANGED = [
@@ -160,7 +170,14 @@ def test_a_run_without_adapters_writes_a_configuration_that_is_accepted_again() 
     assert not found.model.lora.model_dump(exclude_defaults=True)
 
 
-def test_linear_attention_runs_without_graphs():
-    """Its kernels' launches depend on the chunks of a packing."""
+def test_small_hybrids_are_planned_and_run_without_graphs() -> None:
+    """The kernels' launches depend on the chunks of a packing; a small dense model has graphs on the same GPU."""
+    found = {}
+    for name in ("qwen2.5-0.5b", "qwen3.5-0.8b"):
+        case = Question(plain_model(architecture(name)), Machine(1, 80 * GIB), 2048)
+        found[name] = choose_memory(case)
+        assert {*found[name].levels} == {"none"}
+    assert [plan.graphs for plan in found.values()] == [True, False]
+    assert "CUDA graphs" not in memory_line(found["qwen3.5-0.8b"])
     rule = CausalLM(ModelConfig.from_hf(FAMILIES["qwen3_5"])).model.layers[0].mixer
     assert not rule.fits_graphs(torch.device("cuda"), torch.bfloat16)

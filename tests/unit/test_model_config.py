@@ -172,6 +172,15 @@ def test_key_value_heads_that_a_file_omits_are_transformers():
         assert ModelConfig.from_hf(null).num_key_value_heads == 64, model_type
 
 
+@pytest.mark.parametrize(
+    "name", ["vocab_size", "rms_norm_eps", "initializer_range", "num_hidden_layers"]
+)
+def test_numbers_of_400_digits_are_refused(name):
+    with pytest.raises(ValueError, match=f"has {name} = 9{{60}} but it must be a") as caught:
+        ModelConfig.from_hf(LLAMA | {name: int("9" * 400)})
+    assert len(str(caught.value)) < 300
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_config_survives_a_round_trip_through_transformers(name):
     from transformers import AutoConfig

@@ -194,6 +194,8 @@ refuse => 3 => HTTP 503
 garbage => 3 => Expecting value
 deep => 1 => failed .it answered JSON that is nested too deeply.; look at its log
 gzip => 3 => failed .it packed its answer .Content-Encoding., which was not asked for
+gzip, gzip => 3 => failed .it packed its answer
+deflate => 3 => failed .it packed its answer
 gone => 0 => refused
 broken => 3 => HTTP 500 Internal Server Error None is right
 no fields => 1 => answered prompt . with JSON of another form .KeyError..meta_info

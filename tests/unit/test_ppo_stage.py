@@ -191,6 +191,17 @@ def test_losses_equal_trls(case):
     assert found == pytest.approx((float(loss), float(gradient_norm)), rel=1e-6)
 
 
+def test_answers_share_their_prompt_within_the_budget():
+    answers = [[8] * length for length in (3, 2, 4, 1, 2, 2, 2, 2)]
+    rollout = answered([[5, 7, 6], [4]], answers, budget=12)
+    # 6 tokens, then 1 + 2 more; then 7 and 1 + 1 more; a prompt of one token is kept by every answer
+    assert rollout.example_ids.tolist() == [0, 0, 2, 2, 4, 4, 4, 4]
+    assert rollout.prefixes.tolist() == [0, 2, 0, 2, 0, 0, 0, 0]
+    lengths = rollout.sequence_lengths[[0, 2, 4]].tolist()
+    assert lengths == [[6, 3, 0, 0], [7, 2, 0, 0], [3, 3, 3, 3]]
+    assert rollout.examples([1, 0]) == [4, 0, 2]
+
+
 def turns(prompt, *said, group, episode, score=0.0):
     """A trajectory of one drawn turn after the other, with what is told between them: [drawn], [told], [drawn] ..."""
     sampled = [place % 2 == 0 for place, part in enumerate(said) for _ in part]

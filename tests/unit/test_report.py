@@ -187,6 +187,40 @@ def test_held_out_sets_are_drawn_together(tmp_path):
     assert last == [[4 + i / 4] * 2 for i in range(3)]
 
 
+def test_the_legend_names_runs_and_held_out_sets(tmp_path):
+    run = training(70)
+    run[-1] |= {"eval/loss": 1.0, "eval/math/loss": 2.0}
+    (legend,) = draw_figures({"run": read_run(write(tmp_path / "run", run))})[0].legends
+    lines = {line.get_label(): line for line in legend.get_lines()}
+    assert list(lines) == [" run", " run eval", " run eval/math"]
+    assert [line.get_linestyle() for line in lines.values()] == ["-", ":", ":"]
+    said = legend.get_title().get_text()
+    assert said == "pale: each step; line: running mean; dots: held out"
+
+
+def test_samples_are_a_table_for_each_prompt(tmp_path):
+    lines = [
+        {
+            "step": step,
+            "by": f"step {step}",
+            "prompt": f"<b>{question}\n?",
+            "answer": f"{step}\n&",
+        }
+        for step in (0, 20)
+        for question in "xy"
+    ]
+    folder = write(tmp_path / "run", training(3))
+    write_rows(
+        folder / "samples.jsonl", [*lines, *lines[2:]]
+    )  # as a resumed run adds them again
+    assert main([str(folder)]) == 0
+    text = (folder / "report.html").read_text()
+    for question in "xy":
+        table = text.partition(f"<h4>&lt;b&gt;{question}\n?</h4>")[2].partition("</table>")[0]
+        cells = re.findall("<td>([^<]*)</td>", table)
+        assert cells == ["step 0", "0\n&amp;", "step 20", "20\n&amp;"]
+
+
 @pytest.mark.parametrize("rows", [None, '{"step": 1, "lo'])
 def test_folders_without_metrics_are_refused(tmp_path, capsys, rows):
     good, bad = write(tmp_path / "good", training(3)), tmp_path / "bad"

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from models.arch import ModelConfig
-from tests.engine_case import MOE, SHAPE
+from models.families import RopeScaling
+from tests.engine_case import MOE, QWEN3, SHAPE
 from tests.family_case import FAMILIES as HYBRIDS
 from tests.memory_case import build
 from ulysses.parallel.batch import Sequence, pack_shard
@@ -20,6 +21,7 @@ QWEN = replace(
 HYBRID, SINKS = (
     ModelConfig.from_hf(HYBRIDS[name] | {"vocab_size": 97}) for name in ("qwen3_5", "gpt-oss")
 )
+YARN = replace(SHAPE, rope_scaling=RopeScaling("yarn", 4.0, 10))
 
 
 def weights_of(model):
@@ -54,16 +56,21 @@ def next_token_logps(model, prompt, temperature=1.0):
     return exact(model, [prompt] * 97, [[token] for token in range(97)], temperature)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logps_are_the_models_own(temperature):
+FAMILIES = {"llama": SHAPE, "qwen2 tied": QWEN, "yarn": YARN, "qwen3": QWEN3, "qwen3_moe": MOE}
+
+
+@pytest.mark.parametrize(
+    "shape, temperature", zip(FAMILIES.values(), (1.0, 0.7, 1.0, 0.9, 0.8)), ids=FAMILIES
+)
+def test_logps_are_the_models_own(shape, temperature):
     """What the sampler reports is what the training model computes for the same packed tokens.
 
-    tests/parity has all families. A stop token ends an answer and belongs to it.
+    A stop token ends an answer and belongs to it.
     """
-    model = build(config=QWEN)
+    model = build(config=shape)
     asked = prompts(9)
-    options = {"top_k": 20, "stop_tokens": (5, 6), "batch": 4, "temperature": temperature}
-    found = sampled(model, asked, 12, **options)
+    options = {"top_k": 20, "stop_tokens": (5, 6), "batch": 4}
+    found = sampled(model, asked, 12, temperature=temperature, **options)
     assert {c.ended for c in found} == {True, False}
     for c in found:
         stops = [token in (5, 6) for token in c.tokens]

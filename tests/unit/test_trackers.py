@@ -12,6 +12,8 @@ import pytest
 
 from tests import ROOT
 from tests.own_tracker import Remembers
+from ulysses.check.setting_checks import check_settings
+from ulysses.config.command_line import check
 from ulysses.config.section import ConfigError
 from ulysses.disk import DiskError
 from ulysses.options import TRACKERS
@@ -202,3 +204,12 @@ def test_a_tracker_that_does_not_start_refuses_the_run(package):
     package("wandb").init.side_effect = RuntimeError("no key")
     with pytest.raises(ConfigError, match=r"run.trackers: wandb does not start .*no key"):
         followed("wandb")
+
+
+def test_a_tracker_whose_package_is_absent_is_refused_before_any_work(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    config = check({"stage": "sft", "run": {"trackers": ["tensorboard", "mlflow"]}})
+    with pytest.raises(
+        ConfigError, match="set but the package mlflow is not installed; pip inst"
+    ):
+        check_settings(config, 1)

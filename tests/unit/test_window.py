@@ -166,3 +166,16 @@ def test_the_dry_run_and_the_samples_show_window_and_factor(config, capsys):
     assert line in capsys.readouterr().out
     inspect(config("--data.max_length 128").config, 1)
     assert "window: 128 tokens (default rope, theta 10,000)\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+def test_the_readmes_example_fits_its_model(page, tmp_path, capsys):
+    """Qwen2.5's chat models have a window of 32,768 tokens, also where only their published shape is known."""
+    (toml,) = re.findall(r"(?ms)^```toml\n(.*?)^```", (ROOT / page).read_text())
+    assert len(toml.splitlines()) <= 10
+    path = tmp_path / "long.toml"
+    path.write_text(toml)
+    line = f"--config {path} --model.path {tmp_path}/Qwen2.5-7B-Instruct --dry-run --gpus 8"
+    dry_run(*parse_command_line(line.split()))
+    said = "window: 65,536 tokens (yarn rope, factor 2 over 32,768 tokens"
+    assert said in capsys.readouterr().out
