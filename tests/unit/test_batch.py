@@ -1,6 +1,7 @@
 """Packing and sharding on the host: targets, weights, columns, tails, laziness, refusals."""
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -138,3 +139,45 @@ def test_bad_sequences_and_packs_are_refused(tokens, weights, message):
     with pytest.raises(ValueError, match=message):
         first = Sequence(json.loads(tokens), json.loads(weights))
         pack_shard([first, Sequence([1, 2], [0, 1])], ParallelMesh())
+
+
+# A tree in depth-first order: each sequence with the number of its first tokens that the one before it has too.
+# sequence | in common | its own positions | the packed rows that it leaves out
+TREE = """
+1 2 3 4 5 | 0 | 0 1 2 3 4 |
+1 2 3 6 | 3 | 2 3 | 0:2
+1 2 3 6 7 8 | 4 | 3 4 5 | 0:2 5:6
+1 2 3 6 7 9 9 | 5 | 4 5 6 | 0:2 5:6 7:8
+1 9 | 1 | 0 1 |
+"""
+# of every prefix call: the packed rows of its documents' keys, and how many rows read each
+CALLS = [([[0, 1]], [2 + 3 + 3]), ([[5]], [3 + 3]), ([[7]], [3])]
+
+
+def test_a_sequence_continues_another_one_that_continues_a_third():
+    given = [line.split("|") for line in TREE.strip().splitlines()]
+    sequences = [
+        Sequence(
+            [*map(int, tokens.split())],
+            [1.0] * len(tokens.split()),
+            prompt=0,
+            prompt_length=int(n),
+        )
+        for tokens, n, *_ in given
+    ]
+    batch = pack_shard(sequences, ParallelMesh())
+    plan = batch.attention_plan
+    for i, (tokens, _, positions, prefix) in enumerate(given):
+        own = batch.sequence_ids == i
+        assert batch.positions[own].tolist() == [*map(int, positions.split())]
+        assert batch.tokens[own].tolist() == [*map(int, tokens.split())][-int(own.sum()) :]
+        found = plan.prefixes.get(i, [])
+        assert " ".join(f"{start}:{end}" for start, end in found) == prefix.strip()
+    assert batch.num_tokens_shared == 2 + 3 + 4
+    calls = []
+    for _, keys, documents, causal in plan.prefix_calls:
+        rows = torch.arange(batch.num_tokens)[keys].tolist()
+        read, bounds = (pairwise(x) for x in documents.on_host)
+        calls.append(([rows[a:b] for a, b in bounds], [b - a for a, b in read]))
+        assert not causal
+    assert calls == CALLS
