@@ -172,6 +172,7 @@ def test_cudnn_takes_documents_whose_plans_pay(lengths, is_worth):
         (2**31, "reference", "reference"),
     ],
 )
+@pytest.mark.usefixtures("torch_switch")
 def test_cudnn_takes_no_call_for_which_its_gradients_are_wrong(
     monkeypatch, elements, name, taken
 ):
@@ -180,7 +181,10 @@ def test_cudnn_takes_no_call_for_which_its_gradients_are_wrong(
     packed = packed._replace(on_host=[packed.cu_q.tolist()] * 2)
     facts = {"is_cuda": True, "device": torch.device("cuda"), "dtype": torch.bfloat16}
     query = SimpleNamespace(**facts, shape=(16384, 32, 128), numel=lambda: elements)
-    assert kernels._kernel_for(name, Inputs(query, None, None, True, 0.3), packed) == taken
+    inputs = Inputs(query, None, None, True, 0.3)
+    assert kernels._kernel_for(name, inputs, packed) == taken
+    torch.use_deterministic_algorithms(True)  # cuDNN's backward is not
+    assert kernels._kernel_for("torch", inputs, packed) == "torch"
 
 
 @pytest.mark.gpu
