@@ -4,16 +4,15 @@ To find these kernels, `convolve` and `delta_rule` stand in for those of delta_k
 would first compile others, one after the other.
 """
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 
 from ulysses.parallel.recurrence import Recurrence, TreeLevel
-
-WORKERS = 16  # while kernels compile, other threads can run Python nearly all the time
 
 
 def convolve(
@@ -36,17 +35,26 @@ def delta_rule(*rows: Tensor, level: TreeLevel, start: Tensor | None) -> tuple[T
     return out.squeeze(0), states
 
 
-def compile_side_by_side(*computations: Callable[[], object]) -> None:
-    """Compile every kernel of tilelang that these call, none of which runs; what they compute means nothing.
+def compile_side_by_side(
+    found: Iterable[Callable[[], object]], meanwhile: Iterable[Callable[[], object]]
+) -> None:
+    """Compile every kernel of tilelang that the computations of `found` call, those of the longest source first.
 
-    The computations run one after the other while the kernels compile, and may fail. Does nothing without tilelang. A
-    kernel that fails to compile here does so again when it is first called.
+    `meanwhile` are computations that run while the kernels compile. No kernel runs in any of them, so that what they
+    compute means nothing, and they may fail. Does nothing without tilelang. A kernel that fails to compile here does so
+    again when it is first called.
     """
     try:
         from tilelang.jit import JITImpl
     except Exception:  # of any kind: the package looks for a driver
         return
-    begun: dict[Any, Future] = {}
+    calls: dict[Any, tuple[Any, Any, Any]] = {}
+
+    def record(kernel: Any, *args: Any, **kwargs: Any) -> Callable[..., None]:
+        calls.setdefault(
+            (id(kernel), args, tuple(sorted(kwargs.items()))), (kernel, args, kwargs)
+        )
+        return lambda *_: None
 
     def compile_kernel(kernel: Any, args: Any, kwargs: Any) -> None:
         compiled = kernel.compile(*args, **kwargs)
@@ -54,19 +62,24 @@ def compile_side_by_side(*computations: Callable[[], object]) -> None:
         kernel._kernel_cache[kernel.func.parse_args(*args, **kwargs)[0]] = compiled
         compiled.adapter.get_exportable_executable().jit()
 
-    def begin(kernel: Any, *args: Any, **kwargs: Any) -> Callable[..., None]:
-        key = id(kernel), args, tuple(sorted(kwargs.items()))
-        if key not in begun:
-            kernel.get_tir(*args, **kwargs)  # traced here, and kept for `compile`
-            begun[key] = pool.submit(compile_kernel, kernel, args, kwargs)
-        return lambda *_: None
-
     call = JITImpl.__call__
-    with ThreadPoolExecutor(WORKERS) as pool:
-        JITImpl.__call__ = begin
-        try:
-            for compute in computations:
+    JITImpl.__call__ = record
+    try:
+        # as many at a time as there are cores, of which the machine counts each twice: more slow the longest one down
+        with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
+            _compute(found)
+            for kernel, args, kwargs in sorted(
+                calls.values(), key=lambda x: -len(x[0].func_source)
+            ):
                 with suppress(Exception):
-                    compute()
-        finally:
-            JITImpl.__call__ = call
+                    kernel.get_tir(*args, **kwargs)  # traced here, and kept for `compile`
+                    pool.submit(compile_kernel, kernel, args, kwargs)
+            _compute(meanwhile)
+    finally:
+        JITImpl.__call__ = call
+
+
+def _compute(computations: Iterable[Callable[[], object]]) -> None:
+    for compute in computations:
+        with suppress(Exception):
+            compute()

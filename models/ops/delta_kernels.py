@@ -101,10 +101,10 @@ def prove_rule(name: str, device: torch.device, shares: bool, *case: int) -> Non
     sides = partial(proof, kernels), partial(proof, plain, torch.float64)
     if device.type == "cuda":
         packs = [*_packs(delta, device, shares)]
-        # first all kernels of FlashQLA begin to compile, then Triton's and torch's, tuned for the longest pack, follow
+        # all kernels of FlashQLA compile, and meanwhile Triton's and torch's, which are tuned for the longest pack
         found = (partial(_computed, delta, pack, delta_compile) for pack in packs)
         tuned = partial(_computed, delta, packs[0], kernels)
-        delta_compile.compile_side_by_side(*found, tuned, *sides)
+        delta_compile.compile_side_by_side(found, (tuned, *sides))
     for tensor, got, wanted in zip(("output", *NAMES), *(compute() for compute in sides)):
         error = float((got.double() - wanted).norm() / wanted.norm())
         if not error < PROOF_ERROR:

@@ -99,8 +99,8 @@ def test_a_step_of_decoding_equals_plain_torch(heads):
 class Kernel:
     """Stands in for tilelang's JITImpl, which makes kernels and keeps them, and counts what is done with them."""
 
-    def __init__(self, broken=()):
-        self.broken, self._kernel_cache = broken, {}
+    def __init__(self, broken=(), source=""):
+        self.broken, self.func_source, self._kernel_cache = broken, source, {}
         self.traced, self.compiled, self.linked, self.ran = [], [], [], []
         self.func = self
 
@@ -141,16 +141,32 @@ def test_kernels_are_compiled_side_by_side_and_none_of_them_runs(tilelang):
             kernel(width, varlen=True)(torch.ones(3))
         raise RuntimeError("what it computes means nothing")
 
-    delta_compile.compile_side_by_side(compute, lambda: kernel(256)(1))
+    delta_compile.compile_side_by_side([compute, lambda: kernel(256)(1)], [compute])
     compiled = [(64,), (128,), (256,)]
     assert sorted(kernel.compiled) == sorted(kernel.linked) == compiled and not kernel.ran
     kernel(64, varlen=True)(1)
     assert len(kernel.compiled) == 3 and kernel.ran == [((64,), (1,))]
 
 
+def test_the_kernel_of_the_longest_source_is_first(tilelang):
+    kernels, traced = [Kernel(source="x" * length) for length in (2, 30, 4)], []
+    for kernel in kernels:
+        kernel.get_tir = lambda width, kernel=kernel: traced.append(
+            (len(kernel.func_source), width)
+        )
+        kernel.compile = mock.Mock()
+    found = [
+        lambda kernel=kernel, width=width: kernel(width)(1)
+        for kernel in kernels
+        for width in (64, 128)
+    ]
+    delta_compile.compile_side_by_side(found, [])
+    assert traced == [(30, 64), (30, 128), (4, 64), (4, 128), (2, 64), (2, 128)]
+
+
 def test_a_kernel_that_does_not_compile_does_so_when_it_is_called(tilelang):
     kernel = Kernel(broken={(64,)})
-    delta_compile.compile_side_by_side(lambda: kernel(64)(1), lambda: kernel(128)(1))
+    delta_compile.compile_side_by_side([lambda: kernel(64)(1), lambda: kernel(128)(1)], [])
     assert kernel.compiled == [(128,)]
     with pytest.raises(RuntimeError, match="nvcc fails"):
         kernel(64)

@@ -1,7 +1,11 @@
 """Weights that are pushed to servers: what the servers are told, and what their failures cost."""
 
+import base64
 import tempfile
+import time
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -157,6 +161,28 @@ def a_server_that_ends_is_left_out_and_gets_weights_when_it_is_there_again(tmp_p
         "warning:",
         f"vllm+{two[1].address}",
     ]
+
+
+def test_vllms_workers_are_told_nccls_name_of_a_group_that_is_late():
+    alone(vllms_workers_are_told_nccls_name_of_a_group_that_is_late)
+
+
+def vllms_workers_are_told_nccls_name_of_a_group_that_is_late(tmp_path, two):
+    """NCCL itself needs GPUs: what stands in for it sets the name while the push already waits for it."""
+
+    def meet(store, *_):
+        time.sleep(0.3)
+        store.set("0", b"a name")
+
+    weight_push._nccl_group = meet
+    two[0].receiver = mock.Mock(get=two[0].receiver.get, post=lambda *_: {})
+    found = pushing(tmp_path, two[:1], "vllm")
+    [server] = found.servers
+    push = weight_push.WeightPush("nccl", found.parts)
+    push.device = torch.device("cpu")
+    push._meet(replace(server, timeout=5))
+    [told] = [body for path, body in two[0].asked if path.startswith("/init")]
+    assert base64.b64decode(told["init_info"]["nccl_unique_id_b64"]) == b"a name"
 
 
 def test_weights_travel_over_nccl_only_from_a_gpu(monkeypatch):

@@ -105,8 +105,9 @@ class WeightPush:
         else:
             met = in_thread(_nccl_group, store, size, limit, self.device, is_vllm)
         if is_vllm and not is_gloo:
-            # its workers look into no store of torch, and are told NCCL's own name of the group
-            where = {"nccl_unique_id_b64": base64.b64encode(store.get("0")).decode()}
+            # Its workers look into no store of torch, and are told NCCL's own name of the group. The clone has a
+            # connection of its own: while one waits for a key, no other thread can set it.
+            where = {"nccl_unique_id_b64": base64.b64encode(store.clone().get("0")).decode()}
         where |= {"rank_offset": 1, "world_size": size}
         if is_vllm:
             call = "/init_weight_transfer_engine", {"init_info": where}
