@@ -1,6 +1,7 @@
 """What a sampling server does with weights that come over the network, as vLLM 0.32 and SGLang 0.5 do it."""
 
 import base64
+import ctypes
 import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,13 +36,31 @@ def torch_group(where: dict[str, Any]) -> Any:
     return lambda tensor: group.broadcast(tensor, 0).wait()
 
 
+class UniqueId(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_byte * 128)]
+
+
 def nccl_group(where: dict[str, Any], device: torch.device) -> Any:
-    """Meet rank 0 as vLLM does: by NCCL alone, and with a sum of one number."""
+    """Meet rank 0 as vLLM does: by calls of NCCL's library, which torch has loaded, and with a sum of one number."""
     name = base64.b64decode(where["nccl_unique_id_b64"], validate=True)
-    with torch.cuda.device(device):
-        communicator = torch.cuda.nccl.init_rank(where["world_size"], name, 1)
-        torch.cuda.nccl.all_reduce([torch.zeros(1, device=device)], comms=[communicator])
-    return lambda tensor: torch.cuda.nccl.broadcast([tensor], comms=[communicator])
+    nccl, communicator = ctypes.CDLL("libnccl.so.2"), ctypes.c_void_p()
+    BYTE, FLOAT, SUM = 1, 7, 0
+
+    def call(function: str, *args: Any) -> None:
+        with torch.cuda.device(device):
+            assert getattr(nccl, function)(*args) == 0, function
+
+    def run(function: str, tensor: torch.Tensor, *args: int) -> None:
+        address = ctypes.c_void_p(tensor.data_ptr())
+        stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+        size = ctypes.c_size_t(tensor.nbytes if args[0] == BYTE else tensor.numel())
+        call(function, address, address, size, *args, communicator, stream)
+
+    world = where["world_size"]
+    unique = UniqueId.from_buffer_copy(name)
+    call("ncclCommInitRank", ctypes.byref(communicator), world, unique, where["rank_offset"])
+    run("ncclAllReduce", torch.zeros(1, device=device), FLOAT, SUM)
+    return lambda tensor: run("ncclBroadcast", tensor, BYTE, 0)
 
 
 GET = ("/get_world_size", "/weight_info", "/model_info", "/server_info")
