@@ -48,7 +48,7 @@ HOST_LINK = 15e9  # bytes/s between GPU and host, all GPUs of a node copying at 
 # Bytes that are moved: by a layer's elementwise kernels, for each token and unit of D + the feed-forward's width;
 ELEMENTWISE = 33
 # by the eight products of experts' adapters and their additions, for each input and output;
-ADAPTED_EXPERTS = 14
+ADAPTED_EXPERTS = 8
 # by a pass without gradient, for each logit, which is written and read twice.
 LOGIT_BYTES = 12
 # Seconds in which the host launches one layer, forward and backward: with gathered weights, and with resident ones.
@@ -62,7 +62,7 @@ STEP_SECONDS = 0.007  # per micro-batch: metadata, the first gather, the last re
 # gradient; and by a micro-batch that adds its gradient to the sum.
 UPDATE_BYTES, ADDITION_BYTES = 34, 10
 # Seconds more for a gathered layer whose experts have adapters, as measured on NF4 bases.
-GATHERED_EXPERTS = 6e-3
+GATHERED_EXPERTS = 5e-3
 
 
 # ---------------------------------------------------------------- question and answer
