@@ -15,8 +15,9 @@ from tests.e2e.read_export import read_all
 from tests.model_folder import tiny_config, write_model
 from tests.tiny_tokenizer import CHATML, write_rows, write_tokenizer
 from ulysses.check.other_models import read_other
+from ulysses.config.command_line import check
 from ulysses.export import main
-from ulysses.run.export_model import whole_folder
+from ulysses.run.export_model import model_card, whole_folder
 from ulysses.stages.base import AuxiliaryModel
 
 SHAPE = ModelConfig.from_hf(
@@ -174,3 +175,24 @@ def test_an_adapter_is_not_merged_into_a_folder_that_it_is_read_from(base, adapt
         said = capsys.readouterr().err
         assert "read for it; give a folder apart" in said or "new or empty folder" in said
         assert sorted(path.name for path in adapters.iterdir()) == before
+
+
+def test_a_card_names_a_reward_model_without_its_folder(tmp_path):
+    """The folder is the end of a metric's name."""
+    line = {"step": 1, "loss": 0.5, "objective/scores//home/me/runs/rm/export": 1.5}
+    line["eval/objective/scores//home/me/runs/rm/export"] = line[
+        "eval/objective/scores/m:f"
+    ] = 2.5
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    config = check(
+        {
+            "stage": "ppo",
+            "model": {"path": "org/name"},
+            "ppo": {"reward": ["/home/me/runs/rm/export", "m:f"]},
+            "run": {"steps": 1, "output": str(tmp_path)},
+        }
+    )
+    card = model_card(config, 1)
+    assert '"objective/scores/export": 1.5' in card and "/home" not in card
+    assert '"eval/objective/scores/export": 2.5' in card and '"org/name"' in card
+    assert '"eval/objective/scores/m:f": 2.5' in card

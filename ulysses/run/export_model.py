@@ -265,4 +265,5 @@ def model_card(config: Config, step: int) -> str:
 {json.dumps(facts, indent=2)}
 ```
 """
-    return re.sub(r'(?<=["\s])[~/.][^"\n]*/', "", card)
+    # a metric's name may end with the folder of a reward model
+    return re.sub(r'(["\s]|objective/scores/)[~/.][^"\n]*/', r"\1", card)
