@@ -85,7 +85,9 @@ def main() -> int:
     first = "--model.init=pretrained", f"--model.path={sft / 'export'}"
     for stage, run, more in (("sft", sft, ()), ("dpo", dpo, first)):
         config = f"configs/demo/{stage}.toml"
-        if (ROOT / run / "config.json").exists():  # of an earlier demo: a run deletes nothing
+        settings = ROOT / run / "config.json"
+        # that of an earlier demo; a run deletes nothing, and refuses any other folder
+        if settings.exists() and "configs/demo/data/" in settings.read_text():
             shutil.rmtree(ROOT / run)
         often = "--run.log_every=5"
         launch(arguments.ranks, config, f"--run.output={run}", sp, often, *more)

@@ -82,3 +82,13 @@ def test_printed_commands_run_as_they_are(demo, tmp_path, monkeypatch, capfd):
         again = [*shlex.split(arguments), "--data.cache", "cache", "--dry-run"]
         assert main(again) == 0, capfd.readouterr().err
         assert "steps per epoch" in capfd.readouterr().out
+
+
+def test_a_folder_that_is_no_demo_is_kept(tmp_path):
+    """One with a config.json may be a model's, or another run's."""
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft/config.json").write_text('{"model_type": "llama"}')
+    line = [sys.executable, "examples/demo.py", "--ranks", "1", "--output", str(tmp_path)]
+    done = subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode and "holds config.json, but run.output needs a new" in done.stderr
+    assert (tmp_path / "sft/config.json").exists()
