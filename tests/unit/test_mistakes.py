@@ -252,7 +252,7 @@ PPO --ppo.advantage reinforce++ --ppo.lam 0.5 => ppo.lam: not read, because ppo.
 PPO --ppo.rollouts_ahead 1 --ppo.sampler vllm+http://h:1 => ppo.rollouts_ahead trains on answers of earlier weights; set
 PPO --ppo.rollouts_ahead 2 => ppo.rollouts_ahead is '2'
 PPO --ppo.sampler vllm+http://me:secret@host:8000 => ppo.sampler holds a key, a name or parameters beside host
-PPO --ppo.reward http://secret@host/score => set the environment variable ULYSSES_API_KEY, which servers get as a
+PPO --ppo.reward http://secret@host/score => the environment variable ULYSSES_API_KEY, which servers get as their key
 PPO --ppo.reward http://host/score?api_key=secret => ppo.reward holds a key
 PPO --ppo.reward http://host/score#secret => ppo.reward holds a key
 PPO --ppo.reward http://host/score;key=secret/x => ppo.reward holds a key

@@ -12,7 +12,7 @@ import pytest
 
 from tests import ROOT
 from tests.own_tracker import Remembers
-from ulysses.check.setting_checks import check_settings
+from ulysses.check.setting_checks import check_settings, check_trackers
 from ulysses.config.command_line import check
 from ulysses.config.section import ConfigError
 from ulysses.disk import DiskError
@@ -188,6 +188,16 @@ def test_a_command_that_only_looks_runs_no_tracker_and_needs_none(
         "the run would be refused: run.trackers is set but the package mlflow is not installed"
     )
     assert (refusal in capsys.readouterr().out) == (command == "--dry-run")
+
+
+@pytest.mark.parametrize("name", ["tensorbord", "my_trackre:Mine"])
+def test_nobody_is_told_to_install_a_package_by_a_mistaken_name(name):
+    """Which may be anybody's package; that of a known tracker is another matter."""
+    values = {"stage": "sft", "model": {"path": "m"}, "run": {"steps": 1, "trackers": [name]}}
+    for strict in (False, True):
+        [sentence] = check_trackers(check(values), strict)
+        assert f"run.trackers has {name!r}, which cannot be imported" in sentence
+        assert "pip install" not in sentence and "name tensorboard, wandb, " in sentence
 
 
 def test_a_file_that_cannot_be_written_is_told_once_the_run_has_saved():

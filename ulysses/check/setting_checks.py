@@ -69,11 +69,15 @@ def check_trackers(config: Config, strict: bool = True) -> Iterator[str]:
     if config.run.wandb:
         yield from _absent("run.wandb", "wandb")
     for name in config.run.trackers:
-        if name in TRACKERS or not strict:
-            yield from _absent("run.trackers", re.split("[.:]", name)[0])
+        if name in TRACKERS:
+            yield from _absent("run.trackers", name)
             continue
+        module = re.split("[.:]", name)[0]
         try:
-            resolve_name(name)
+            if strict:
+                resolve_name(name)
+            elif importlib.util.find_spec(module) is None:
+                raise ImportError(f"there is no module {module}")
         except (Exception, SystemExit) as error:  # the module is the user's code
             yield (
                 f"run.trackers has {name!r}, which cannot be imported ({visible(str(error))}); name "

@@ -323,7 +323,7 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
                 yield (
                     f"{name}.{key} holds a key, a name or parameters beside host, port and path of an address, which "
                     "the log and config.json would show; take them out, and set the environment variable "
-                    f"{'ULYSSES_API_KEY, which servers get as a bearer token' if name == 'ppo' else 'HF_TOKEN'}"
+                    f"{'ULYSSES_API_KEY, which servers get as their key' if name == 'ppo' else 'HF_TOKEN'}"
                 )
     if bool(run.steps) == bool(run.epochs):
         yield (
