@@ -13,7 +13,7 @@ COPY models models
 COPY ulysses ulysses
 COPY configs configs
 COPY examples examples
-RUN uv venv --python /usr/bin/python3 && uv pip install --no-cache -e ".[lora,flash4]"
+RUN uv venv --python /usr/bin/python3 && uv pip install --no-cache -e ".[flash4]"
 ENV PATH=/opt/ulysses-engine/.venv/bin:$PATH
 
 WORKDIR /workspace

@@ -118,6 +118,13 @@ def test_a_recipe_says_what_it_needs_installed(path):
     assert installed == needed
 
 
+@pytest.mark.parametrize("path", ["Dockerfile", "examples/skypilot.yaml", *DOCUMENTS])
+def test_extras_that_are_named_exist(path):
+    """pip and uv install a package without an extra that it does not have, with no more than a warning."""
+    for extras in re.findall(r"\.\[([\w,]+)\]", read(path)):
+        packages_of(extras.split(","))
+
+
 def test_library_snippets_run():
     pieces, _ = blocks("README.md", "python")
     assert len(pieces.splitlines()) == 6
