@@ -121,6 +121,8 @@ def test_help_lists_every_key(capsys):
     for key, info in known_keys().items():
         assert key in shown
         assert info.description, f"{key} has no description"
+    _, _, listed = shown.partition("TOML file:\n")
+    assert all(line.startswith(("  --", " " * 8)) for line in listed.splitlines())
 
 
 @pytest.mark.parametrize("code", [0, 3])

@@ -264,7 +264,8 @@ Options, and settings, which are also the keys of the TOML file:"""
         has_default = not info.is_required() and info.default is not None
         default = f" (default {info.default!r})" if has_default else ""
         shown = key if "." in key else key.replace("_", "-")
-        text += f"\n  --{shown} {'|'.join(forms(info.annotation))}\n        {info.description}{default}"
+        lines = f"{info.description}{default}".replace("\n", f"\n{' ' * 8}")
+        text += f"\n  --{shown} {'|'.join(forms(info.annotation))}\n        {lines}"
     return text
 
 
