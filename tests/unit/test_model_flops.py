@@ -33,7 +33,7 @@ def test_equals_what_torch_counts(config, rank):
     model, planned = build(config=config), plain_model(config)
     # norms and biases, which MFU's formula takes for products
     rest = planned.parameters - planned.vocabulary_parameters
-    rest -= planned.layer_parameters
+    rest -= planned.total.parameters
     again = 0
     if rank:
         add_adapters(model, LoraSection(rank=rank))

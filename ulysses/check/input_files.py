@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from models.arch import ModelConfig, architecture
+from models.arch import ModelConfig, architecture, recognised
 from models.config_json import FIELD_KINDS, NEUTRAL, SYNONYMS
 from models.folders import (
     ADAPTER_CONFIG,
@@ -103,6 +103,15 @@ def check_examples(
 
 
 # ---------------------------------------------------------------- the trained model
+
+
+def published_shape(config: Config) -> ModelConfig | None:
+    """Return the published shape that model.path, such as "meta-llama/Meta-Llama-3-8B-Instruct", names, or None.
+
+    A dry run plans with it if the model is not on this machine.
+    """
+    shape = recognised(Path(config.model.path).name)
+    return shape and ModelConfig.from_hf(shape.to_hf(), **config.model.rope.changes())
 
 
 def read_shape(config: Config, need_weights: bool = True) -> tuple[ModelConfig, Path | None]:

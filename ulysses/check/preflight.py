@@ -24,6 +24,7 @@ from ulysses.check.input_files import (
     check_weights,
     fit_window,
     initial_weights,
+    published_shape,
     read_shape,
     read_tokenizer,
 )
@@ -35,7 +36,6 @@ from ulysses.config.section import collecting, error_context, refuse
 from ulysses.data.read.sources import parse_sources, repeated_data
 from ulysses.data.serve.steps import StepLoader
 from ulysses.options import check_parts
-from ulysses.plan.planner import published_shape
 
 # The least share of a vocabulary that a model's own tokenizer knows; the rest is padding.
 LEAST_KNOWN = 0.9

@@ -1,7 +1,7 @@
 """The machine that a step is planned for: its GPUs, their memory, their peaks and the links between them."""
 
 import math
-import time
+import timeit
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -26,8 +26,8 @@ PEAKS = {  # dense bfloat16 FLOP/s, and bytes/s of memory, by part of the device
 }
 ASSUMED_GIB = 80.0  # of a GPU, where there is none and --gpu-memory is not given
 HOST_FILL = 0.9  # share of a node's free memory that training may take
-LINK = 450e9  # bytes/s between two GPUs of one node, one direction
-NODE_LINK = 50e9  # of two nodes
+# bytes/s that transfers which share a link reach, 36% of its peak: between two GPUs of one node, and of two nodes
+LINK, NODE_LINK = 162e9, 18e9
 
 
 class Machine(NamedTuple):
@@ -54,7 +54,7 @@ class Machine(NamedTuple):
         return HOST_FILL * self.host_bytes / self.local_processes
 
     def link(self, ranks: int) -> float:
-        """Return the speed of the slowest link between this many neighbouring ranks."""
+        """Return the bytes/s of the slowest link between this many neighbouring ranks."""
         return LINK if ranks <= self.gpus_per_node else NODE_LINK
 
 
@@ -73,7 +73,7 @@ def this_machine(device: torch.device, host_gib: float = 0.0) -> Machine:
             torch.cuda.get_device_properties(device).total_memory
             * torch.cuda.get_per_process_memory_fraction(device)
         )
-    ours = Machine(1, memory, host, local_world_size(), *(device_peaks() or PEAKS["H200"]))
+    ours = Machine(1, memory, host, local_world_size(), *(device_peaks() or ()))
     gpus, memories, hosts, nodes, flops, rates = zip(*gather(ours))
     return Machine(sum(gpus), min(memories), min(hosts), max(nodes), min(flops), min(rates))
 
@@ -85,8 +85,7 @@ def planned_machine(config: Config, options: Options, world: int) -> Machine:
         gpu = torch.cuda.get_device_properties(0).total_memory
     host = options.host_memory or config.memory.host_memory
     host_bytes = host * GIB or (0.0 if options.gpus else free_host_bytes())
-    peaks = device_peaks() or PEAKS["H200"]
-    return Machine(world, gpu, host_bytes, local_world_size(8), *peaks)
+    return Machine(world, gpu, host_bytes, local_world_size(8), *(device_peaks() or ()))
 
 
 def device_peaks() -> tuple[float, float] | None:
@@ -99,12 +98,8 @@ def device_peaks() -> tuple[float, float] | None:
 
 def cpu_flops(dtype: str) -> float:
     """Measure this process's FLOP/s in products of matrices, 512 wide; the fastest of three counts."""
-    matrix, seconds = torch.rand(512, 512).to(getattr(torch, dtype)), []
-    for _ in range(3):
-        begun = time.perf_counter()
-        matrix @ matrix
-        seconds.append(time.perf_counter() - begun)
-    return 2 * 512**3 / min(seconds)
+    matrix = torch.rand(512, 512).to(getattr(torch, dtype))
+    return 2 * 512**3 / min(timeit.repeat(lambda: matrix @ matrix, repeat=3, number=1))
 
 
 def slow_products(dtype: str) -> str:

@@ -6,6 +6,7 @@ Letters: D width, H query heads and K kv heads of width E, F a feed-forward's wi
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import astuple
 from functools import cache
 from typing import NamedTuple
@@ -65,9 +66,9 @@ class LayerCost(NamedTuple):
 
     def kept_bytes(self, level: str, size: int) -> float:
         """Return the bytes that the layer keeps of a row at a level, its input among them."""
-        input_bytes = size * self.width
-        kept = {"none": self.kept, "keep_attention": input_bytes + self.results}
-        return kept.get(level, input_bytes)
+        if level == "none":
+            return self.kept
+        return size * self.width + self.results * (level == "keep_attention")
 
     def computed_again(self, level: str, is_full: bool) -> tuple[float, int]:
         """Return what backward repeats at a level: active parameters of one more product, and passes of the mix."""
@@ -78,17 +79,16 @@ class LayerCost(NamedTuple):
 
     def backward_bytes(self, level: str, rows: int, setup: LayerSetup) -> float:
         """Return the bytes that a level's backward holds, the layer's own gradients among them."""
-        D, tile = self.width, rows
-        if level != "none":
+        D, tile, is_again = self.width, rows, level != "none"
+        if is_again:
             tile = tile_rows(rows, TILE_ROWS * (EXPERT_TILES if self.copied else 1))
         # gate and up with their gradients
-        feed_forward = 4 * self.inner * tile
+        both = 2 * self.inner * tile
+        feed_forward = 2 * both
         # of experts, gate and up may be computed again, and rows are copied, with gradients of the copies
         if self.copied:
-            both = 2 * self.inner * tile
             unpacked = 2 / 3 * self.feed_forward * setup.unpacks
-            feed_forward = max(feed_forward + both * (level != "none"), both + unpacked)
-            feed_forward += 2 * self.copied * tile
+            feed_forward = both + max(both + both * is_again, unpacked) + 2 * self.copied * tile
         # gradients of the residual and of the mix, and the output
         mixing = 2 * D + self.mix_work + self.out * (level == "block")
         held = setup.size * max(4 * D * rows + feed_forward, mixing * rows)
@@ -98,21 +98,28 @@ class LayerCost(NamedTuple):
         return held + setup.size * self.parameters + 4 * self.feed_forward * (tile < rows)
 
 
+def total(costs: Iterable[LayerCost]) -> LayerCost:
+    """Return what several layers, or several parts of one, take together."""
+    return LayerCost(*map(sum, zip(*costs)))
+
+
 @cache
 def layer_costs(shape: ModelConfig, setup: LayerSetup) -> list[LayerCost]:
     """Return what each of a model's layers takes, the first layer's first."""
-    kinds = {kind: _layer_cost(shape, kind, setup) for kind in shape.layers}
-    return [kinds[kind] for kind in shape.layers]
-
-
-def _layer_cost(shape: ModelConfig, kind: LayerKind, setup: LayerSetup) -> LayerCost:
-    mixer = _linear_attention if kind.mixer == "linear_attention" else _attention
-    feed_forward = _experts if kind.feed_forward == "experts" else _mlp
     D, norms_after = shape.hidden_size, sum(map(bool, shape.family.norms[1::2]))
     # the layer's input, what lies between its halves, and what the norms after each half read
     common = LayerCost(width=D, kept=setup.size * D * (2 + norms_after))
-    parts = common, mixer(shape, setup), feed_forward(shape, setup)
-    return LayerCost(*map(sum, zip(*parts)))
+    parts = {
+        "linear_attention": _linear_attention,
+        "experts": _experts,
+        "mlp": _mlp,
+    }
+
+    def cost(kind: LayerKind) -> LayerCost:
+        mixer = parts.get(kind.mixer, _attention)(shape, setup)
+        return total([common, mixer, parts[kind.feed_forward](shape, setup)])
+
+    return [*map(cost, shape.layers)]
 
 
 def _attention(shape: ModelConfig, setup: LayerSetup) -> LayerCost:
@@ -236,13 +243,14 @@ class PlannedModel(NamedTuple):
         return layer_costs(self.shape, LayerSetup())
 
     @property
-    def layer_parameters(self) -> float:
-        return sum(layer.parameters for layer in self.layers)
+    def total(self) -> LayerCost:
+        """What all layers have and compute on one rank."""
+        return total(self.layers)
 
     @property
     def forward_parameters(self) -> float:
         """The matrices that a forward pass multiplies each token with."""
-        return sum(x.active for x in self.layers) + self.vocabulary_parameters * self.has_head
+        return self.total.active + self.vocabulary_parameters * self.has_head
 
     def matrix_bytes(self, parameters: float, element_size: int) -> float:
         """Return the bytes of so many parameters of layers' matrices."""
@@ -254,7 +262,7 @@ class PlannedModel(NamedTuple):
 
     def weight_bytes(self, element_size: int) -> float:
         """Return the bytes of all weights."""
-        matrices = self.layer_parameters
+        matrices = self.total.parameters
         others = element_size * (self.parameters - matrices)
         return others + self.matrix_bytes(matrices, element_size)
 
@@ -277,14 +285,12 @@ def model_flops(
     Args:
         projected: tokens that meet the vocabulary projection: those whose target is trained.
     """
-    layers, head = model.layers, model.vocabulary_parameters * model.has_head
+    layers, head = model.total, model.vocabulary_parameters * model.has_head
     adapters = 0 if model.is_full else model.trained
     # a token meets only a few of a layer's experts
-    active = model.parameters - adapters - sum(x.parameters - x.active for x in layers)
+    active = model.parameters - adapters - layers.parameters + layers.active
     weights = (active - head) * tokens + head * projected
-    linear = (6.0 if model.is_full else 4.0) * weights + 6.0 * (
-        adapters - model.idle_adapters
-    ) * tokens
-    mix = sum(x.pair_flops for x in layers) * squared_lengths
-    mix += sum(x.row_flops for x in layers) * tokens
+    linear = (6.0 if model.is_full else 4.0) * weights
+    linear += 6.0 * (adapters - model.idle_adapters) * tokens
+    mix = layers.pair_flops * squared_lengths + layers.row_flops * tokens
     return linear + 3.0 * mix

@@ -4,20 +4,18 @@ All ranks ask the same question, and choose the fastest plan that fits.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
-from itertools import accumulate, chain, pairwise
-from pathlib import Path
+from itertools import accumulate, chain, pairwise, product
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from models.arch import ModelConfig, recognised
+from models.arch import ModelConfig
 from models.folders import read_config, resolve_model
 from models.kinds import model_class
-from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader, pack_step
@@ -25,8 +23,8 @@ from ulysses.parallel.layout import squares
 from ulysses.parallel.mesh import divisors
 from ulysses.plan.hardware import GIB, Machine
 from ulysses.plan.layer_cost import PlannedModel, plain_model
-from ulysses.plan.step_cost import Plan, Question, fits, predict, states, step_seconds
-from ulysses.stages.base import AuxiliaryModel, PlannedRollout, Stage
+from ulysses.plan.step_cost import Plan, Question, fits, predict, step_seconds
+from ulysses.stages.base import PlannedRollout, Stage
 
 # Bytes of AdamW's two moments of a parameter; those in 8 bits have a scale for every block.
 MOMENT_BYTES = {"32bit": 8.0, "8bit": 2 * (1 + 4 / 256)}
@@ -35,15 +33,6 @@ CPU_WORK = 5e9
 
 
 # ---------------------------------------------------------------- the question
-
-
-def published_shape(config: Config) -> ModelConfig | None:
-    """Return the published shape that model.path, such as "meta-llama/Meta-Llama-3-8B-Instruct", names, or None.
-
-    A dry run plans with it if the model is not on this machine.
-    """
-    shape = recognised(Path(config.model.path).name)
-    return shape and ModelConfig.from_hf(shape.to_hf(), **config.model.rope.changes())
 
 
 class PlannedStep(NamedTuple):
@@ -68,16 +57,15 @@ def planner_model(stage: Stage, shape: ModelConfig) -> PlannedModel:
         from models.lora import add_adapters
 
         add_adapters(model, settings.lora)
+    trained = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
     if shape.moe:
-        of_experts = sum(
-            p.numel() for n, p in model.named_parameters() if ".experts.lora_" in n
-        )
+        of_experts = sum(size for name, size in trained.items() if ".experts.lora_" in name)
         N, k = shape.moe.num_experts, shape.moe.num_experts_per_tok
         idle_adapters = of_experts * (N - k) // N
     return PlannedModel(
         shape,
         parameters=sum(p.numel() for p in model.parameters()),
-        trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        trained=sum(trained.values()),
         has_head=not stage.reward,
         quantize=settings.quantize,
         idle_adapters=idle_adapters,
@@ -92,55 +80,47 @@ def planner_question(
 
     The degree "auto" becomes the smallest whose plan fits, or all processes if none does.
     """
-    config, requirements = stage.config, stage.requirements
-    degree, ppo, samples = (
-        config.parallel.sequence_parallel_size,
-        config.ppo,
-        config.run.samples,
-    )
+    config, requirements, model = stage.config, stage.requirements, planner_model(stage, shape)
+    # passes are counted in those of the trained model
+    forwards, others, teacher = requirements.extra_forwards, [], None
+    for other in requirements.models:
+        frozen = shape  # of the initial policy; a model that is absent is taken to be as large
+        with suppress(ValueError, OSError):
+            if other.path:
+                frozen = read_config(resolve_model(other.path, need_weights=False))
+        frozen = plain_model(frozen, reward=other.is_reward)
+        forwards += other.passes * frozen.forward_parameters / model.forward_parameters
+        if not other.shares_weights:
+            others.append(frozen)
+        if other.role == "teacher":
+            teacher = frozen
+    rollout, samples = requirements.rollout, config.run.samples
+    if rollout:
+        prompts = -(-requirements.examples_per_load // machine.gpus)
+        rollout = rollout._replace(answers=prompts * rollout.answers)
+    if samples:  # every process answers all of them
+        count = samples if isinstance(samples, int) else len(samples)
+        lengths = config.ppo.planned_batch, config.data.max_length, config.ppo.max_new_tokens
+        samples = PlannedRollout(count, *lengths, merged=config.model.lora.rank > 0)
     question = Question(
-        planner_model(stage, shape),
+        model,
         machine,
         tokens,
         documents=max(stage.sequences_per_example, tokens // requirements.longest_example),
-        forwards=requirements.extra_forwards,
+        forwards=forwards,
         logit_bytes=requirements.logit_bytes,
+        rollout=rollout,
+        samples=samples or None,
         element_size=getattr(torch, config.model.dtype).itemsize,
         moment_bytes=MOMENT_BYTES[config.optimizer.moments],
+        others=tuple(others),
+        teacher=teacher,
         **config.memory.model_dump(exclude={"host_memory"}),
     )
-    if requirements.models:
-        question = _with_models(question, requirements.models)
-    if requirements.rollout:
-        prompts = -(-requirements.examples_per_load // machine.gpus)
-        rollout = requirements.rollout._replace(answers=prompts * requirements.rollout.answers)
-        question = question._replace(rollout=rollout)
-    if samples:  # every process answers all of them
-        count = samples if isinstance(samples, int) else len(samples)
-        lengths = ppo.planned_batch, config.data.max_length, ppo.max_new_tokens
-        answers = PlannedRollout(count, *lengths, merged=config.model.lora.rank > 0)
-        question = question._replace(samples=answers)
+    degree = config.parallel.sequence_parallel_size
     degrees = divisors(machine.gpus) if degree == "auto" else [degree]
-    *others, last = (question._replace(sp=sp) for sp in degrees)
-    return next((q for q in others if fits(choose(q))), last)
-
-
-def _with_models(question: Question, models: Sequence[AuxiliaryModel]) -> Question:
-    """Return the question with these frozen models, and with their passes in units of the trained model's."""
-    trained, forwards, others = question.model.shape, question.forwards, []
-    unit = plain_model(trained).forward_parameters
-    for model in models:
-        shape = trained  # of the initial policy; a model that is absent is taken to be as large
-        with suppress(ValueError, OSError):
-            if model.path:
-                shape = read_config(resolve_model(model.path, need_weights=False))
-        frozen = plain_model(shape, reward=model.is_reward)
-        forwards += model.passes * frozen.forward_parameters / unit
-        if not model.shares_weights:
-            others.append(frozen)
-        if model.role == "teacher":
-            question = question._replace(teacher=frozen)
-    return question._replace(forwards=forwards, others=tuple(others))
+    *smaller, last = (question._replace(sp=sp) for sp in degrees)
+    return next((q for q in smaller if fits(choose(q))), last)
 
 
 def run_question(
@@ -154,38 +134,32 @@ def run_question(
         train: the training data; None plans with examples of the greatest length that the settings allow.
     """
     config, requirements, sides = stage.config, stage.requirements, stage.sequences_per_example
-    budget = config.batch.tokens_per_microbatch
-    auto = budget == "auto"
-    # a micro-batch must hold the longest example or, if that is unknown, the longest that there may be
-    longest = sides * requirements.longest_example
-    if train is None:
-        tokens = longest if auto else budget
-        question = planner_question(stage, shape, machine, tokens)
-        whole = min(longest, tokens)
-        pairs = sides * squares(whole / sides, windows=shape.windows)
-        examples = requirements.examples_per_step
-        step = PlannedStep([whole] * examples, [pairs] * examples)
-        return cut_steps(question, step, step, auto)
-    loader = StepLoader(
-        stage.grouped(train) if stage.grouped else train,
-        requirements.examples_per_load,
-        tokens_per_microbatch=0,
-        seed=config.run.seed,
-    )
-    typical, largest = loader.planned_steps()
+    longest, budget = sides * requirements.longest_example, config.batch.tokens_per_microbatch
+    auto, is_sampled = budget == "auto", requirements.longest_example > config.data.max_length
+    if train:
+        loader = StepLoader(
+            stage.grouped(train) if stage.grouped else train,
+            requirements.examples_per_load,
+            tokens_per_microbatch=0,
+            seed=config.run.seed,
+        )
 
-    def question_of(data: TokenizedDataset) -> Question:
+    def question_of(data: TokenizedDataset | None) -> Question:
+        # a micro-batch must hold the longest example or, if that is unknown, the longest that there may be
         tokens = budget
         if auto:
-            is_sampled = requirements.longest_example > config.data.max_length
-            tokens = longest if is_sampled else int(data.lengths.max())
-        question = planner_question(stage, shape, machine, tokens)
-        steps = (planned_step(stage, shape, data, each) for each in (typical, largest))
-        return cut_steps(question, *steps, auto)
+            tokens = int(data.lengths.max()) if data and not is_sampled else longest
+        if data:
+            steps = [planned_step(stage, shape, data, each) for each in loader.planned_steps()]
+        else:
+            whole, count = min(longest, tokens), requirements.examples_per_step
+            pairs = sides * squares(whole / sides, windows=shape.windows)
+            steps = 2 * [PlannedStep([whole] * count, [pairs] * count)]
+        return cut_steps(planner_question(stage, shape, machine, tokens), *steps, auto)
 
-    question, unshared = question_of(train), train.apart
-    if machine.is_gpu and (auto or unshared.lengths.max() <= budget):
-        shared, whole = choose(question), choose(question_of(unshared))
+    question = question_of(train)
+    if question.shares and (auto or train.apart.lengths.max() <= budget):
+        shared, whole = choose(question), choose(question_of(train.apart))
         if whole.graphs and step_seconds(whole) <= step_seconds(shared):
             return whole.question
     return question
@@ -219,30 +193,25 @@ def planned_step(
 # ---------------------------------------------------------------- the choice
 
 
-def candidates(question: Question, resident: bool) -> Iterator[Plan]:
-    """Yield plans that differ in what the layers keep and where; the last one takes the least memory.
+def candidates(question: Question) -> Iterator[Plan]:
+    """Yield plans that differ in where the weights are and what the layers keep; the last one takes the least memory.
 
     Each level comes with the next faster one on as many of the last layers as possible, on fewer, and on none; then
     with the activations of more and more of the first layers on the host.
     """
-    count = question.model.shape.num_hidden_layers
-    for faster, level in pairwise((None, *question.levels)):
-        plan, most = Plan(question, (level,) * count, resident=resident), 0
-        if question.offload != "none" and level != "none":
-            room = question.machine.host_budget - predict(plan).host
+    q, count = question, question.model.shape.num_hidden_layers
+    places = {"resident": [True], "sharded": [False]}.get(q.weights, [True, False])
+    if q.offload_parameters or q.machine.gpus == 1:
+        places = [not q.offload_parameters]
+    for resident, (faster, level) in product(places, pairwise(("", *q.levels))):
+        plan, most = Plan(q, (level,) * count, resident=resident), 0
+        if q.offload != "none" and level != "none":
+            room = q.machine.host_budget - predict(plan).host
             most = sum(x <= room for x in accumulate(plan.kept))
-        if faster:
-            for n in range(1, count):
-                yield plan._replace(levels=(level,) * n + (faster,) * (count - n))
+        for n in range(1, count) if faster else ():
+            yield plan._replace(levels=(level,) * n + (faster,) * (count - n))
         for away in range(most + 1):
             yield plan._replace(offloaded_layers=away)
-
-
-def resident_choices(question: Question) -> list[bool]:
-    """Return which values of Plan.resident are allowed, the faster one first."""
-    if question.offload_parameters or question.machine.gpus == 1:
-        return [not question.offload_parameters]
-    return {"resident": [True], "sharded": [False]}.get(question.weights, [True, False])
 
 
 def choose(question: Question) -> Plan:
@@ -250,11 +219,10 @@ def choose(question: Question) -> Plan:
 
     Without GPUs the answer is given at once: nothing is recomputed unless the settings say so.
     """
-    q = question
-    if not q.machine.is_gpu:
-        levels = q.levels[:1] * q.model.shape.num_hidden_layers
-        return Plan(q, levels, resident=resident_choices(q)[0])
-    plans = [plan for resident in resident_choices(q) for plan in candidates(q, resident)]
+    plans = candidates(question)
+    if not question.machine.is_gpu:
+        return next(plans)
+    plans = [*plans]
     return min(filter(fits, plans), key=step_seconds, default=plans[-1])
 
 
@@ -269,47 +237,37 @@ def choose_memory(question: Question) -> Plan:
             on CPUs, if weights, optimizer and gradients alone exceed their machine's free memory.
     """
     plan, machine = choose(question), question.machine
-    if machine.is_gpu:
-        p = predict(plan)
-        if not p.fits_host:
-            raise ConfigError(_host_refusal(plan))
-        if p.gpu > machine.gpu_bytes:
-            raise ConfigError(_gpu_refusal(plan))
-    elif (needed := sum(states(plan)) * machine.local_processes) > machine.host_bytes:
+    p = predict(plan)
+    needed = (p.states + p.moved) * machine.local_processes
+    if not machine.is_gpu and needed > machine.host_bytes:
         raise ConfigError(
             f"on CPUs, weights, optimizer and gradients take {needed / GIB:.1f} GiB of this machine's memory but "
             f"{machine.host_bytes / GIB:.1f} GiB are free; use GPUs or a smaller model, train adapters "
             "(model.lora.rank), or set memory.host_memory if the machine has more than its kernel reports"
         )
+    if machine.is_gpu and not p.fits_host:
+        raise ConfigError(
+            f"each process needs {p.host / GIB:.1f} GiB of host memory, {p.moved / GIB:.1f} of them for what is "
+            f"offloaded, but has {machine.host_budget / GIB:.1f} GiB, its share of the node's "
+            f"{machine.host_bytes / GIB:.1f} GiB; set memory.offload_optimizer and memory.offload_parameters to false, "
+            "use more nodes, or set memory.host_memory if the node has more than its kernel reports"
+        )
+    if p.gpu > machine.gpu_bytes:
+        held, kept, beside = "weights, optimizer and gradients", "activations", ""
+        if plan.keeps_gradients:
+            held, kept = "weights and optimizer", "activations and then gradients"
+        if p.beside:
+            beside = f"; sampling or passes without gradient {p.beside / GIB:.1f} above these"
+        raise ConfigError(
+            f'the run needs {p.gpu / GIB:.1f} GiB on each GPU with memory.recompute = "{plan.name}" '
+            f"({held} {p.states / GIB:.1f}, {kept} {p.kept / GIB:.1f}, work "
+            f"{p.working / GIB:.1f}{beside}, the rest for CUDA and NCCL) but a GPU has "
+            f'{machine.gpu_bytes / GIB:.1f} GiB; set memory.recompute and memory.offload to "auto" and '
+            "memory.offload_optimizer = true, use more GPUs with a larger parallel.sequence_parallel_size, lower "
+            "batch.tokens_per_microbatch or data.max_length, or train adapters (model.lora.rank); in a dry run, "
+            "--gpu-memory says what a GPU has"
+        )
     return plan
-
-
-def _host_refusal(plan: Plan) -> str:
-    machine, p = plan.question.machine, predict(plan)
-    return (
-        f"each process needs {p.host / GIB:.1f} GiB of host memory, {p.moved / GIB:.1f} of them for what is "
-        f"offloaded, but has {machine.host_budget / GIB:.1f} GiB, its share of the node's "
-        f"{machine.host_bytes / GIB:.1f} GiB; set memory.offload_optimizer and memory.offload_parameters to false, "
-        "use more nodes, or set memory.host_memory if the node has more than its kernel reports"
-    )
-
-
-def _gpu_refusal(plan: Plan) -> str:
-    p, beside = predict(plan), ""
-    held, kept = "weights, optimizer and gradients", "activations"
-    if plan.keeps_gradients:
-        held, kept = "weights and optimizer", "activations and then gradients"
-    if p.beside:
-        beside = f"; sampling or passes without gradient {p.beside / GIB:.1f} above these"
-    return (
-        f'the run needs {p.gpu / GIB:.1f} GiB on each GPU with memory.recompute = "{plan.name}" '
-        f"({held} {p.states / GIB:.1f}, {kept} {p.kept / GIB:.1f}, work "
-        f"{p.working / GIB:.1f}{beside}, the rest for CUDA and NCCL) but a GPU has "
-        f'{plan.question.machine.gpu_bytes / GIB:.1f} GiB; set memory.recompute and memory.offload to "auto" and '
-        "memory.offload_optimizer = true, use more GPUs with a larger parallel.sequence_parallel_size, lower "
-        "batch.tokens_per_microbatch or data.max_length, or train adapters (model.lora.rank); in a dry run, "
-        "--gpu-memory says what a GPU has"
-    )
 
 
 # ---------------------------------------------------------------- micro-batches
@@ -326,21 +284,24 @@ def cut_steps(
     longest, groups = question.tokens_per_microbatch, question.machine.gpus // question.sp
     widths = ATTENTION_WIDTHS * question.model.shape.hidden_size
     question = question._replace(shares=typical.shares)
-    total, tokens = sum(typical.tokens) / groups, longest
+    most_in_step = sum(largest.tokens)
 
-    def pack(step: PlannedStep, tokens: int) -> list[list[list[int]]]:
+    def pack(step: PlannedStep, tokens: int) -> list[list[int]]:
+        """Return the tokens of every micro-batch of each group."""
         costs = [t + q / widths for t, q in zip(step.tokens, step.squares)]
-        return pack_step(step.tokens, costs, tokens, groups)
+        packed = pack_step(step.tokens, costs, tokens, groups)
+        return [[sum(step.tokens[i] for i in members) for members in group] for group in packed]
 
     def sized(tokens: int) -> Question:
         return question._replace(
             tokens_per_microbatch=tokens,
             documents=max(1, question.documents * tokens // longest),
-            whole_steps=groups * tokens >= sum(largest.tokens),
+            whole_steps=groups * tokens >= most_in_step,
         )
 
+    tokens = longest
     if auto:
-        most = -(-sum(largest.tokens) // groups)  # all that a group has in the largest step
+        most = -(-most_in_step // groups)  # all that a group has in the largest step
         if question.machine.is_gpu:
             plan, sizes = choose(sized(longest)), range(most + 1)
 
@@ -352,10 +313,8 @@ def cut_steps(
             largest_layer = max(layer.parameters for layer in question.model.layers)
             most = min(most, int(CPU_WORK / largest_layer))
         most = max(longest, most)
-        for step in (typical, largest):
-            for micro_batch in chain.from_iterable(pack(step, most)):  # of all groups
-                tokens = max(tokens, sum(step.tokens[i] for i in micro_batch))
-    count = len(pack(typical, tokens)[0])
+        tokens = max(longest, *chain(*pack(typical, most), *pack(largest, most)))
+    count, total = len(pack(typical, tokens)[0]), sum(typical.tokens) / groups
     question = sized(tokens)
     return question._replace(
         micro_batches=count,
@@ -374,7 +333,8 @@ def longest_sequence(question: Question) -> int:
     def holds(blocks: int) -> bool:
         tokens = 1024 * blocks * question.documents
         sized = question._replace(tokens_per_microbatch=tokens)
-        return fits([*candidates(sized, resident_choices(sized)[-1])][-1])
+        *_, smallest = candidates(sized)
+        return fits(smallest)
 
     # From some length on the MLP runs in tiles, so a longer sequence can need less memory: try all powers of two.
     low = max((1 << i for i in range(18) if holds(1 << i)), default=0)

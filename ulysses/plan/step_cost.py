@@ -29,7 +29,7 @@ from losses.logprobs import CUDA_TILE_BYTES, LOSS_TILES, equal_tiles
 from ulysses.memory.levels import LEVELS
 from ulysses.parallel.layout import squares
 from ulysses.plan.hardware import Machine
-from ulysses.plan.layer_cost import LayerCost, LayerSetup, PlannedModel, layer_costs
+from ulysses.plan.layer_cost import LayerCost, LayerSetup, PlannedModel, layer_costs, total
 from ulysses.stages.base import PlannedRollout
 
 FILL = 0.95  # share of a GPU's memory that the prediction may take, CUDA and NCCL included
@@ -38,8 +38,8 @@ SLACK = 1.03  # the allocator's peak with the fragments that it cannot give back
 CONTEXT_BYTES = 1.3e9  # CUDA context and libraries, outside the allocator, on an H200
 COMMUNICATOR_BYTES = 2.1e9  # NCCL's buffers, with more than one process
 
-# Rates measured on H200, as shares of the peaks: of products, of memory, and of links that transfers share.
-PRODUCTS, MEMORY_RATE, LINKS = 0.64, 0.68, 0.36
+# Rates measured on H200, as shares of the peaks: of products and of memory.
+PRODUCTS, MEMORY_RATE = 0.64, 0.68
 WIDE_HEADS = 1.28  # the time of attention with heads wider than 128
 # The share of computation's time by which transfers take longer, and of transfers' time by which computation does:
 # both use the memory and the multiprocessors.
@@ -176,14 +176,13 @@ class Plan(NamedTuple):
     @property
     def graphs(self) -> bool:
         """Whether the layers run as CUDA graphs (memory/graphs.py)."""
-        q, layers = self.question, self.question.model.layers
+        q, layers = self.question, self.question.model.total
         alone = self.resident and q.sp == 1 and {*self.levels} == {"none"} and not q.shares
-        fits = q.machine.is_gpu and q.element_size == 2
         # the launches of experts and of linear attention depend on the rows, which no graph can follow
-        if not (alone and fits) or any(x.copied or x.row_flops for x in layers):
-            return False
-        of_layer = 6 * q.rows * max(layer.parameters for layer in layers)
-        return of_layer < GRAPH_SECONDS * PRODUCTS * q.machine.peak_flops
+        steady = not (layers.copied or layers.row_flops)
+        largest = max(layer.parameters for layer in q.model.layers)
+        is_short = 6 * q.rows * largest < GRAPH_SECONDS * PRODUCTS * q.machine.peak_flops
+        return alone and steady and is_short and q.machine.is_gpu and q.element_size == 2
 
     @property
     def name(self) -> str:
@@ -222,27 +221,22 @@ class Prediction(NamedTuple):
         return self.states + self.kept + self.working + self.beside
 
 
-def states(plan: Plan) -> tuple[float, float]:
-    """Return a rank's bytes of weights, and of master weights, moments and gradients, on the GPU or the host."""
-    q, model, W = plan.question, plan.question.model, plan.question.machine.gpus
-    weights = sum(m.weight_bytes(q.element_size) for m in (model, *q.others))
-    each = 4 + 4 * (not plan.keeps_gradients) + q.moment_bytes
-    return weights / (1 if plan.resident else W), each * model.trained / W
-
-
 def predict(plan: Plan) -> Prediction:
     """Predict the bytes of a rank."""
     q, model, W = plan.question, plan.question.model, plan.question.machine.gpus
-    weights, trained = states(plan)
-    on_gpu = weights * (not q.offload_parameters) + trained * (not q.offload_optimizer)
     away, of_layers = plan.offloaded_layers, plan.kept
+    weights = sum(m.weight_bytes(q.element_size) for m in (model, *q.others))
+    weights /= 1 if plan.resident else W
+    # master weights, moments and gradients
+    trained = (8 - 4 * plan.keeps_gradients + q.moment_bytes) * model.trained / W
+    states = weights * (not q.offload_parameters) + trained * (not q.offload_optimizer)
     # of the layers whose activations are moved, one is in use and one is being copied
-    kept = sum(of_layers[away:]) + sum(of_layers[: min(away, 2)])
+    kept = sum(of_layers[max(0, away - 2) :])
     loss, layer = _working_bytes(plan, model, plan.levels)
     working, of_graphs = max(loss, layer), 0.0
     vocabulary = q.element_size * model.vocabulary_parameters
     if plan.graphs:
-        of_graphs = q.element_size * model.layer_parameters
+        of_graphs = q.element_size * model.total.parameters
         working = loss + layer + of_graphs
     # gradients take the place of activations; the vocabulary's gradient comes first
     if plan.keeps_gradients:
@@ -252,16 +246,16 @@ def predict(plan: Plan) -> Prediction:
     passes = [max(_working_bytes(plan, m, repeat("block"))) for m in frozen]
     sampled = [(model, q.rollout), *((m, q.samples) for m in (model, *q.others) if m.has_head)]
     passes += [_sampling_bytes(plan, m, rollout) for m, rollout in sampled if rollout]
-    beside = max([kept + working, *passes]) - kept - working
-    allocated = on_gpu + kept + working + beside
+    beside = max([0.0, *(taken - kept - working for taken in passes)])
     # each of gloo's two threads copies the tensor that it gathers
     buffers = COMMUNICATOR_BYTES if q.machine.is_gpu else 2 * vocabulary
+    allocated = states + kept + working + beside
     gpu = allocated * SLACK + CONTEXT_BYTES + buffers * (W > 1)
-    moved = weights + trained - on_gpu + sum(of_layers[:away])
+    moved = weights + trained - states + sum(of_layers[:away])
     # a checkpoint passes through host memory, one kind of state at a time
     host = moved + 4 * model.trained / W + PROCESS_BYTES
-    room = not moved or not q.machine.host_bytes or host <= q.machine.host_budget
-    return Prediction(gpu, on_gpu, kept, working, beside, host, moved, room)
+    fits_host = not (moved and q.machine.host_bytes) or host <= q.machine.host_budget
+    return Prediction(gpu, states, kept, working, beside, host, moved, fits_host)
 
 
 def fits(plan: Plan) -> bool:
@@ -341,22 +335,20 @@ def step_flops(plan: Plan) -> tuple[float, float]:
 def step_seconds(plan: Plan) -> float:
     """Estimate the seconds of one optimizer step, sampling aside: FLOPs and bytes over the rates measured on H200."""
     q, model, machine = plan.question, plan.question.model, plan.question.machine
-    layers, size, W, L = q.layers(model), q.element_size, machine.gpus, len(plan.levels)
+    size, W, L, layers = q.element_size, machine.gpus, len(plan.levels), total(q.layers(model))
     rows, rate = q.fill * q.rows, MEMORY_RATE * machine.memory_rate
     products, attention = step_flops(plan)
     slow = WIDE_HEADS if model.shape.head_dim > 128 else 1
     seconds = (products + attention * slow) / (PRODUCTS * machine.peak_flops)
     # bytes per row of elementwise kernels, of experts' adapters, and of logits
-    moved = (
-        ELEMENTWISE * sum(x.width + x.copied + x.inner for x in layers) * (1 + q.forwards / 3)
-    )
+    moved = ELEMENTWISE * (layers.width + layers.copied + layers.inner) * (1 + q.forwards / 3)
     if model.idle_adapters:
-        moved += ADAPTED_EXPERTS * sum(2 * x.copied + 3 * x.inner for x in layers)
+        moved += ADAPTED_EXPERTS * (2 * layers.copied + 3 * layers.inner)
     logits = q.logit_bytes + LOGIT_BYTES * q.forwards
     moved += logits * model.shape.vocab_size * model.has_head
     seconds += rows * moved / rate
     # exchanges between ranks: forward, recomputed and backward
-    seconds += 3 * size * rows * sum(x.sent for x in layers) / (LINKS * machine.link(q.sp))
+    seconds += 3 * size * rows * layers.sent / machine.link(q.sp)
     # many small kernels where layers with experts' adapters are gathered
     seconds += GATHERED_EXPERTS * L * (model.idle_adapters > 0 and not plan.resident)
     # shared prompts are launched by themselves; the launches of passes without gradient are in no graph
@@ -366,7 +358,7 @@ def step_seconds(plan: Plan) -> float:
     # during the computation weights are gathered twice, gradients are reduced, and copies go to and from the host
     gathers = 1 / q.micro_batches if plan.resident else 2 + q.forwards
     traffic = gathers * model.weight_bytes(size) + size * model.trained
-    traffic *= (W - 1) / W / (LINKS * machine.link(W))
+    traffic *= (W - 1) / W / machine.link(W)
     seconds, traffic = seconds + CONTENTION * traffic, traffic + CONTENTION * seconds
     copied = 4 * model.trained / W * q.offload_optimizer
     copied += 2 * model.weight_bytes(size) / W * q.offload_parameters
