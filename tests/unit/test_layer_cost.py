@@ -55,7 +55,7 @@ def build(config, degree, rank, level, offloader=None):
         for parameter in filter(lambda p: p.requires_grad, model.parameters()):
             parameter.data.normal_(0, 0.1)
     given = [Sequence(torch.arange(n) % 67, torch.ones(n)) for n in LENGTHS]
-    setting = LayerSetup(degree, mesh.head_parallel_size, rank > 0, rank, 4)
+    setting = LayerSetup(degree, mesh.head_parallel_size, rank, 4)
     return model, pack_shard(given, mesh), setting
 
 

@@ -21,16 +21,13 @@ class LayerSetup(NamedTuple):
     """What a layer's cost depends on besides the model's shape.
 
     ranks: of a sequence-parallel group; `head_ranks` of them split the heads, and sets of so many the rows.
-    adapted: adapters of this `rank` are trained in place of the matrices.
-    size: bytes of an element. unpacks: experts' matrices are unpacked, or copied beside their adapters.
+    rank: of the matrices' adapters; 0 without. size: bytes of an element.
     """
 
     ranks: int = 1
     head_ranks: int = 1
-    adapted: bool = False
     rank: int = 0
     size: int = 2
-    unpacks: bool = False
 
 
 class LayerCost(NamedTuple):
@@ -77,7 +74,7 @@ class LayerCost(NamedTuple):
         # the feed-forward's last product, a third of it, is repeated for adapters only
         return self.active - is_full * (self.active - self.mixer) / 3, int(level == "block")
 
-    def backward_bytes(self, level: str, rows: int, setup: LayerSetup) -> float:
+    def backward_bytes(self, level: str, rows: int, size: int, model: "PlannedModel") -> float:
         """Return the bytes that a level's backward holds, the layer's own gradients among them."""
         D, tile, is_again = self.width, rows, level != "none"
         if is_again:
@@ -85,17 +82,19 @@ class LayerCost(NamedTuple):
         # gate and up with their gradients
         both = 2 * self.inner * tile
         feed_forward = 2 * both
-        # of experts, gate and up may be computed again, and rows are copied, with gradients of the copies
+        # of experts, gate and up may be computed again, and rows are copied, with gradients of the copies; their
+        # matrices are unpacked, or copied beside their adapters
         if self.copied:
-            unpacked = 2 / 3 * self.feed_forward * setup.unpacks
+            is_unpacked = model.quantize != "none" or model.idle_adapters > 0
+            unpacked = 2 / 3 * self.feed_forward * is_unpacked
             feed_forward = both + max(both + both * is_again, unpacked) + 2 * self.copied * tile
         # gradients of the residual and of the mix, and the output
         mixing = 2 * D + self.mix_work + self.out * (level == "block")
-        held = setup.size * max(4 * D * rows + feed_forward, mixing * rows)
-        if setup.adapted:
+        held = size * max(4 * D * rows + feed_forward, mixing * rows)
+        if not model.is_full:
             return held
         # the gradients and, where the feed-forward runs in tiles, their float32 sums
-        return held + setup.size * self.parameters + 4 * self.feed_forward * (tile < rows)
+        return held + size * self.parameters + 4 * self.feed_forward * (tile < rows)
 
 
 def total(costs: Iterable[LayerCost]) -> LayerCost:
@@ -126,7 +125,7 @@ def _attention(shape: ModelConfig, setup: LayerSetup) -> LayerCost:
     """Return what attention takes. Keys that are copied to several ranks count on each of them."""
     D, E, family = shape.hidden_size, shape.head_dim, shape.family
     H, K = shape.num_attention_heads, shape.num_key_value_heads
-    ranks, head_ranks, _, rank, size, _ = setup
+    ranks, head_ranks, rank, size = setup
     keys = head_layout(H, K, head_ranks).key
     # widths of all queries, of all keys, and of the keys that the ranks hold together
     query, key, held = H * E, K * E, keys * ranks * E
@@ -168,7 +167,7 @@ def _linear_attention(shape: ModelConfig, setup: LayerSetup) -> LayerCost:
     kept = 2 * D + setup.ranks * shard + 4 * out
     kept += setup.rank * (4 if shape.family.fused_projections else 5)
     if shape.family.fused_projections and setup.ranks == 1:
-        kept += 2 * H * setup.adapted  # b and a, in one tensor with q | k | v
+        kept += 2 * H * (setup.rank > 0)  # b and a, in one tensor with q | k | v
     return LayerCost(
         mixer=parameters,
         active=parameters,

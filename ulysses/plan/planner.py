@@ -304,11 +304,12 @@ def cut_steps(
         most = -(-most_in_step // groups)  # all that a group has in the largest step
         if question.machine.is_gpu:
             plan, sizes = choose(sized(longest)), range(most + 1)
-
-            def is_too_large(tokens: int) -> bool:
-                return not fits(plan._replace(question=sized(tokens)))
-
-            most = bisect_left(sizes, True, longest + 1, key=is_too_large) - 1
+            most = -1 + bisect_left(
+                sizes,
+                True,
+                longest + 1,
+                key=lambda n: not fits(plan._replace(question=sized(n))),
+            )
         else:
             largest_layer = max(layer.parameters for layer in question.model.layers)
             most = min(most, int(CPU_WORK / largest_layer))

@@ -131,15 +131,10 @@ class Question(NamedTuple):
         """The common divisor of the heads of all models that share the mesh."""
         return gcd(*(m.shape.num_attention_heads for m in (self.model, *self.others)))
 
-    def setup(self, model: PlannedModel) -> LayerSetup:
-        """Return what the costs of a model's layers depend on in this question."""
-        ranks = self.sp, gcd(self.sp, self.common_heads)
-        unpacks = model.quantize != "none" or model.idle_adapters > 0
-        return LayerSetup(*ranks, not model.is_full, model.rank, self.element_size, unpacks)
-
     def layers(self, model: PlannedModel) -> list[LayerCost]:
         """Return what each layer of a model takes in this question."""
-        return layer_costs(model.shape, self.setup(model))
+        ranks = self.sp, gcd(self.sp, self.common_heads)
+        return layer_costs(model.shape, LayerSetup(*ranks, model.rank, self.element_size))
 
 
 class Plan(NamedTuple):
@@ -233,15 +228,13 @@ def predict(plan: Plan) -> Prediction:
     # of the layers whose activations are moved, one is in use and one is being copied
     kept = sum(of_layers[max(0, away - 2) :])
     loss, layer = _working_bytes(plan, model, plan.levels)
-    working, of_graphs = max(loss, layer), 0.0
+    working = max(loss, layer)
     vocabulary = q.element_size * model.vocabulary_parameters
     if plan.graphs:
-        of_graphs = q.element_size * model.total.parameters
-        working = loss + layer + of_graphs
+        working = loss + layer + q.element_size * model.total.parameters
     # gradients take the place of activations; the vocabulary's gradient comes first
     if plan.keeps_gradients:
-        gradients = q.element_size * model.trained - of_graphs
-        kept = max(kept + vocabulary * model.is_full, gradients)
+        kept = max(kept + vocabulary * model.is_full, q.element_size * model.trained)
     frozen = [m._replace(trained=0) for m in q.others]
     passes = [max(_working_bytes(plan, m, repeat("block"))) for m in frozen]
     sampled = [(model, q.rollout), *((m, q.samples) for m in (model, *q.others) if m.has_head)]
@@ -285,7 +278,7 @@ def _working_bytes(
         loss += 4 * trained + max(tile, (2 * size + 4 / W) * trained * (W > 1))
     else:  # the embedding's gradient, whole, and its reduction
         loss += 2 * size * trained
-    layer = max(x.backward_bytes(y, S, q.setup(model)) for y, x in {*zip(levels, layers)})
+    layer = max(x.backward_bytes(y, S, size, model) for y, x in {*zip(levels, layers)})
     # as measured, the vocabulary's gradient is still on its way to other ranks or the host, and one more output lives
     if W > 1 or q.offload_optimizer:
         layer += size * trained + rows * model.is_full
@@ -315,17 +308,16 @@ def step_flops(plan: Plan) -> tuple[float, float]:
     """
     q, model = plan.question, plan.question.model
     tokens, directions = q.fill * q.tokens_per_microbatch, 3 if model.is_full else 2
-    length = tokens / q.documents
-    pairs = q.squares or q.documents * squares(length, windows=model.shape.windows)
+    pairs = q.squares or q.documents * squares(
+        tokens / q.documents, windows=model.shape.windows
+    )
     products, mixed = q.forwards * model.forward_parameters, 0.0
     for level, layer in plan.layers:
         more, again = layer.computed_again(level, model.is_full)
         products += directions * layer.active + more
-        again += 1 + q.forwards
-        # backward takes 2.5 times forward's FLOPs, and 3.8 times in linear attention, which runs forward once more
-        mixed += layer.pair_flops * pairs * (2.5 + again) + layer.row_flops * tokens * (
-            3.8 + again
-        )
+        # a backward pass takes about 2.5 times the FLOPs of a forward pass
+        passes = 1 + q.forwards + again + 2.5
+        mixed += passes * (layer.pair_flops * pairs + layer.row_flops * tokens)
     # most losses compute the logits once more; only nll does not, so half a product more is counted
     products += (directions + 0.5) * model.vocabulary_parameters * model.has_head
     products += 3 * (model.trained - model.idle_adapters) * (not model.is_full)
@@ -333,41 +325,48 @@ def step_flops(plan: Plan) -> tuple[float, float]:
 
 
 def step_seconds(plan: Plan) -> float:
-    """Estimate the seconds of one optimizer step, sampling aside: FLOPs and bytes over the rates measured on H200."""
+    """Estimate the seconds of one optimizer step, sampling aside.
+
+    A micro-batch waits for the slowest of computation, traffic between the ranks, copies to and from the host, and the
+    launches of its kernels; then comes the update.
+    """
     q, model, machine = plan.question, plan.question.model, plan.question.machine
     size, W, L, layers = q.element_size, machine.gpus, len(plan.levels), total(q.layers(model))
     rows, rate = q.fill * q.rows, MEMORY_RATE * machine.memory_rate
     products, attention = step_flops(plan)
-    slow = WIDE_HEADS if model.shape.head_dim > 128 else 1
-    seconds = (products + attention * slow) / (PRODUCTS * machine.peak_flops)
-    # bytes per row of elementwise kernels, of experts' adapters, and of logits
+    if model.shape.head_dim > 128:
+        attention *= WIDE_HEADS
+    computation = (products + attention) / (PRODUCTS * machine.peak_flops)
+    # exchanges between ranks: forward, recomputed and backward
+    computation += 3 * size * rows * layers.sent / machine.link(q.sp)
+    # bytes per row of elementwise kernels, of logits, and of experts' adapters
     moved = ELEMENTWISE * (layers.width + layers.copied + layers.inner) * (1 + q.forwards / 3)
-    if model.idle_adapters:
-        moved += ADAPTED_EXPERTS * (2 * layers.copied + 3 * layers.inner)
     logits = q.logit_bytes + LOGIT_BYTES * q.forwards
     moved += logits * model.shape.vocab_size * model.has_head
-    seconds += rows * moved / rate
-    # exchanges between ranks: forward, recomputed and backward
-    seconds += 3 * size * rows * layers.sent / machine.link(q.sp)
-    # many small kernels where layers with experts' adapters are gathered
-    seconds += GATHERED_EXPERTS * L * (model.idle_adapters > 0 and not plan.resident)
+    if model.idle_adapters:
+        moved += ADAPTED_EXPERTS * (2 * layers.copied + 3 * layers.inner)
+        computation += GATHERED_EXPERTS * L * (not plan.resident)
+    computation += rows * moved / rate
+    # weights are gathered twice, and gradients reduced
+    gathers = 1 / q.micro_batches if plan.resident else 2 + q.forwards
+    traffic = gathers * model.weight_bytes(size) + size * model.trained
+    traffic *= (W - 1) / W / machine.link(W)
+    copied = 4 * model.trained / W * q.offload_optimizer
+    copied += 2 * model.weight_bytes(size) / W * q.offload_parameters
+    copied += 2 * sum(plan.kept[: plan.offloaded_layers])
     # shared prompts are launched by themselves; the launches of passes without gradient are in no graph
     launch = LAUNCH_RESIDENT if plan.resident else LAUNCH
     later = launch * L * q.forwards / 3
     launches = (launch + LAUNCH_RESIDENT * q.shares) * L * (not plan.graphs) + later
-    # during the computation weights are gathered twice, gradients are reduced, and copies go to and from the host
-    gathers = 1 / q.micro_batches if plan.resident else 2 + q.forwards
-    traffic = gathers * model.weight_bytes(size) + size * model.trained
-    traffic *= (W - 1) / W / machine.link(W)
-    seconds, traffic = seconds + CONTENTION * traffic, traffic + CONTENTION * seconds
-    copied = 4 * model.trained / W * q.offload_optimizer
-    copied += 2 * model.weight_bytes(size) / W * q.offload_parameters
-    copied += 2 * sum(plan.kept[: plan.offloaded_layers])
-    seconds = max(seconds + later * plan.graphs, traffic, copied / HOST_LINK, launches)
-    added = ADDITION_BYTES * (not plan.keeps_gradients)
-    seconds += STEP_SECONDS + added * model.trained / rate
+    micro_batch = STEP_SECONDS + max(
+        computation + CONTENTION * traffic + later * plan.graphs,
+        traffic + CONTENTION * computation,
+        copied / HOST_LINK,
+        launches,
+    )
+    micro_batch += ADDITION_BYTES * model.trained / rate * (not plan.keeps_gradients)
     update = (UPDATE_BYTES - 4 * plan.keeps_gradients) * model.trained / W
     update /= HOST_LINK if q.offload_optimizer else rate
     if q.rollout:
         update += ANSWER_SECONDS * q.rollout.answers / q.rollout.steps
-    return q.micro_batches * seconds + update
+    return q.micro_batches * micro_batch + update
