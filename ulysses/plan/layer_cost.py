@@ -11,7 +11,7 @@ from dataclasses import astuple
 from functools import cache
 from typing import NamedTuple
 
-from models.arch import LayerKind, ModelConfig
+from models.arch import ModelConfig
 from models.kinds import count_parameters
 from ulysses.memory.tiling import EXPERT_TILES, TILE_ROWS, tile_rows
 from ulysses.parallel.layout import head_layout
@@ -108,17 +108,12 @@ def layer_costs(shape: ModelConfig, setup: LayerSetup) -> list[LayerCost]:
     D, norms_after = shape.hidden_size, sum(map(bool, shape.family.norms[1::2]))
     # the layer's input, what lies between its halves, and what the norms after each half read
     common = LayerCost(width=D, kept=setup.size * D * (2 + norms_after))
-    parts = {
-        "linear_attention": _linear_attention,
-        "experts": _experts,
-        "mlp": _mlp,
-    }
-
-    def cost(kind: LayerKind) -> LayerCost:
+    parts = {"linear_attention": _linear_attention, "experts": _experts, "mlp": _mlp}
+    costs = []
+    for kind in shape.layers:
         mixer = parts.get(kind.mixer, _attention)(shape, setup)
-        return total([common, mixer, parts[kind.feed_forward](shape, setup)])
-
-    return [*map(cost, shape.layers)]
+        costs.append(total([common, mixer, parts[kind.feed_forward](shape, setup)]))
+    return costs
 
 
 def _attention(shape: ModelConfig, setup: LayerSetup) -> LayerCost:
@@ -154,7 +149,6 @@ def _attention(shape: ModelConfig, setup: LayerSetup) -> LayerCost:
 
 def _linear_attention(shape: ModelConfig, setup: LayerSetup) -> LayerCost:
     """Return what linear attention takes. A rank holds all rows of its heads; heads on several ranks count on each."""
-    assert shape.delta is not None
     K, H, E, V, taps = astuple(shape.delta)
     D, columns, out = shape.hidden_size, sum(shape.delta.widths), H * V
     ranks, size = math.gcd(setup.ranks, H), setup.size
@@ -184,26 +178,21 @@ def _linear_attention(shape: ModelConfig, setup: LayerSetup) -> LayerCost:
 
 def _mlp(shape: ModelConfig, setup: LayerSetup) -> LayerCost:
     F = shape.intermediate_size
-    parameters, kept = 3 * shape.hidden_size * F, 2 * F + 3 * setup.rank
-    return LayerCost(
-        feed_forward=parameters, active=parameters, kept=setup.size * kept, inner=F
-    )
+    parameters, kept = 3 * shape.hidden_size * F, setup.size * (2 * F + 3 * setup.rank)
+    return LayerCost(feed_forward=parameters, active=parameters, kept=kept, inner=F)
 
 
 def _experts(shape: ModelConfig, setup: LayerSetup) -> LayerCost:
-    assert shape.moe is not None
-    D, N, k = shape.hidden_size, shape.moe.num_experts, shape.moe.num_experts_per_tok
-    F, shared = (
-        shape.moe.moe_intermediate_size,
-        shape.moe.shared_expert_intermediate_size or 0,
-    )
+    D, moe = shape.hidden_size, shape.moe
+    N, k, F = moe.num_experts, moe.num_experts_per_tok, moe.moe_intermediate_size
+    shared = moe.shared_expert_intermediate_size or 0
     # parameters of the shared expert and its gate
     for_all = (3 * shared + 1) * D * bool(shared)
     return LayerCost(
         feed_forward=N * (3 * F + 1) * D + for_all,
         active=(3 * k * F + N) * D + for_all,
-        kept=setup.size * 2 * k * F
-        + 8 * k,  # gate and up of the chosen experts, and their numbers
+        # gate and up of the chosen experts, and their numbers
+        kept=setup.size * 2 * k * F + 8 * k,
         inner=k * F + shared,
         copied=k * D,
     )

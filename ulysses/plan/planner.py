@@ -4,7 +4,7 @@ All ranks ask the same question, and choose the fastest plan that fits.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
 from itertools import accumulate, chain, pairwise, product
@@ -23,7 +23,7 @@ from ulysses.parallel.layout import squares
 from ulysses.parallel.mesh import divisors
 from ulysses.plan.hardware import GIB, Machine
 from ulysses.plan.layer_cost import PlannedModel, plain_model
-from ulysses.plan.step_cost import Plan, Question, fits, predict, step_seconds
+from ulysses.plan.step_cost import Plan, Question, fits, predict, states, step_seconds
 from ulysses.stages.base import PlannedRollout, Stage
 
 # Bytes of AdamW's two moments of a parameter; those in 8 bits have a scale for every block.
@@ -237,15 +237,16 @@ def choose_memory(question: Question) -> Plan:
             on CPUs, if weights, optimizer and gradients alone exceed their machine's free memory.
     """
     plan, machine = choose(question), question.machine
+    if not machine.is_gpu:
+        if (needed := sum(states(plan)) * machine.local_processes) > machine.host_bytes:
+            raise ConfigError(
+                f"on CPUs, weights, optimizer and gradients take {needed / GIB:.1f} GiB of this machine's memory but "
+                f"{machine.host_bytes / GIB:.1f} GiB are free; use GPUs or a smaller model, train adapters "
+                "(model.lora.rank), or set memory.host_memory if the machine has more than its kernel reports"
+            )
+        return plan
     p = predict(plan)
-    needed = (p.states + p.moved) * machine.local_processes
-    if not machine.is_gpu and needed > machine.host_bytes:
-        raise ConfigError(
-            f"on CPUs, weights, optimizer and gradients take {needed / GIB:.1f} GiB of this machine's memory but "
-            f"{machine.host_bytes / GIB:.1f} GiB are free; use GPUs or a smaller model, train adapters "
-            "(model.lora.rank), or set memory.host_memory if the machine has more than its kernel reports"
-        )
-    if machine.is_gpu and not p.fits_host:
+    if not p.fits_host:
         raise ConfigError(
             f"each process needs {p.host / GIB:.1f} GiB of host memory, {p.moved / GIB:.1f} of them for what is "
             f"offloaded, but has {machine.host_budget / GIB:.1f} GiB, its share of the node's "
@@ -303,13 +304,8 @@ def cut_steps(
     if auto:
         most = -(-most_in_step // groups)  # all that a group has in the largest step
         if question.machine.is_gpu:
-            plan, sizes = choose(sized(longest)), range(most + 1)
-            most = -1 + bisect_left(
-                sizes,
-                True,
-                longest + 1,
-                key=lambda n: not fits(plan._replace(question=sized(n))),
-            )
+            plan = choose(sized(longest))
+            most = largest_that(lambda n: fits(plan._replace(question=sized(n))), longest, most)
         else:
             largest_layer = max(layer.parameters for layer in question.model.layers)
             most = min(most, int(CPU_WORK / largest_layer))
@@ -339,10 +335,15 @@ def longest_sequence(question: Question) -> int:
 
     # From some length on the MLP runs in tiles, so a longer sequence can need less memory: try all powers of two.
     low = max((1 << i for i in range(18) if holds(1 << i)), default=0)
-    return 1024 * (low + bisect_left(range(low + 1, 2 * low), True, key=lambda n: not holds(n)))
+    return 1024 * largest_that(holds, low, 2 * low - 1)
 
 
-# ---------------------------------------------------------------- refusals and lines
+def largest_that(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """Return the largest number up to `high` that `holds`, as `low` does and every number between them."""
+    return bisect_left(range(high + 1), True, low + 1, key=lambda n: not holds(n)) - 1
+
+
+# ---------------------------------------------------------------- lines that a run prints
 
 
 def memory_line(plan: Plan) -> str:

@@ -7,11 +7,19 @@
     kept                     what every layer keeps at its level
     working                  the fuller of two moments: the vocabulary's loss, or one layer's backward, each with two
                              gathered layers (CUDA graphs hold both, and every layer's gradients, in their own memory)
+    beside                   what sampling, or a pass of a frozen model, takes above kept and working: nothing is kept
+                             before a step
 
-Before a step nothing is kept, and sampling or passes without gradient may then hold more than a step. The sum is
-multiplied by SLACK, and CUDA and NCCL come on top. The formulas are compared with measured steps
-(benchmarks/measured.jsonl): memory within 5%, seconds within 15%. The bytes above are those of bfloat16; weights in
-float32 have a separate master too.
+The sum is multiplied by SLACK, and CUDA and NCCL come on top. The bytes above are those of bfloat16; weights in float32
+have a separate master too.
+
+    a micro-batch waits for  seconds; the slowest of these counts, and once a step the update
+    computation              FLOPs of products and attention, bytes of elementwise kernels, exchanges between ranks
+    traffic                  gathered weights and reduced gradients, over the links
+    copies                   what is offloaded, over the link to the host
+    launches                 of every layer that is in no CUDA graph
+
+The formulas are compared with measured steps (benchmarks/measured.jsonl): memory within 5%, seconds within 15%.
 
 The planner counts the FLOPs that are executed: recomputation, passes without gradient, every product of the logits. MFU
 counts those that the model asks for (model_flops in layer_cost.py).
@@ -216,15 +224,20 @@ class Prediction(NamedTuple):
         return self.states + self.kept + self.working + self.beside
 
 
+def states(plan: Plan) -> tuple[float, float]:
+    """Return a rank's bytes of weights, and of master weights, moments and gradients, on the GPU or the host."""
+    q, model, W = plan.question, plan.question.model, plan.question.machine.gpus
+    weights = sum(m.weight_bytes(q.element_size) for m in (model, *q.others))
+    each = 8 - 4 * plan.keeps_gradients + q.moment_bytes
+    return weights / (1 if plan.resident else W), each * model.trained / W
+
+
 def predict(plan: Plan) -> Prediction:
     """Predict the bytes of a rank."""
     q, model, W = plan.question, plan.question.model, plan.question.machine.gpus
     away, of_layers = plan.offloaded_layers, plan.kept
-    weights = sum(m.weight_bytes(q.element_size) for m in (model, *q.others))
-    weights /= 1 if plan.resident else W
-    # master weights, moments and gradients
-    trained = (8 - 4 * plan.keeps_gradients + q.moment_bytes) * model.trained / W
-    states = weights * (not q.offload_parameters) + trained * (not q.offload_optimizer)
+    weights, trained = states(plan)
+    on_gpu = weights * (not q.offload_parameters) + trained * (not q.offload_optimizer)
     # of the layers whose activations are moved, one is in use and one is being copied
     kept = sum(of_layers[max(0, away - 2) :])
     loss, layer = _working_bytes(plan, model, plan.levels)
@@ -235,20 +248,20 @@ def predict(plan: Plan) -> Prediction:
     # gradients take the place of activations; the vocabulary's gradient comes first
     if plan.keeps_gradients:
         kept = max(kept + vocabulary * model.is_full, q.element_size * model.trained)
-    frozen = [m._replace(trained=0) for m in q.others]
+    frozen = (m._replace(trained=0) for m in q.others)
     passes = [max(_working_bytes(plan, m, repeat("block"))) for m in frozen]
-    sampled = [(model, q.rollout), *((m, q.samples) for m in (model, *q.others) if m.has_head)]
-    passes += [_sampling_bytes(plan, m, rollout) for m, rollout in sampled if rollout]
+    decoders = [(model, q.rollout), *((m, q.samples) for m in (model, *q.others) if m.has_head)]
+    passes += [_sampling_bytes(plan, m, rollout) for m, rollout in decoders if rollout]
     beside = max([0.0, *(taken - kept - working for taken in passes)])
     # each of gloo's two threads copies the tensor that it gathers
     buffers = COMMUNICATOR_BYTES if q.machine.is_gpu else 2 * vocabulary
-    allocated = states + kept + working + beside
+    allocated = on_gpu + kept + working + beside
     gpu = allocated * SLACK + CONTEXT_BYTES + buffers * (W > 1)
-    moved = weights + trained - states + sum(of_layers[:away])
+    moved = weights + trained - on_gpu + sum(of_layers[:away])
     # a checkpoint passes through host memory, one kind of state at a time
     host = moved + 4 * model.trained / W + PROCESS_BYTES
     fits_host = not (moved and q.machine.host_bytes) or host <= q.machine.host_budget
-    return Prediction(gpu, states, kept, working, beside, host, moved, fits_host)
+    return Prediction(gpu, on_gpu, kept, working, beside, host, moved, fits_host)
 
 
 def fits(plan: Plan) -> bool:
