@@ -236,6 +236,11 @@ class PlannedModel(NamedTuple):
         return total(self.layers)
 
     @property
+    def largest_layer(self) -> float:
+        """The parameters of the largest layer's matrices."""
+        return max(layer.parameters for layer in self.layers)
+
+    @property
     def forward_parameters(self) -> float:
         """The matrices that a forward pass multiplies each token with."""
         return self.total.active + self.vocabulary_parameters * self.has_head

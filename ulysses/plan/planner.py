@@ -307,8 +307,7 @@ def cut_steps(
             plan = choose(sized(longest))
             most = largest_that(lambda n: fits(plan._replace(question=sized(n))), longest, most)
         else:
-            largest_layer = max(layer.parameters for layer in question.model.layers)
-            most = min(most, int(CPU_WORK / largest_layer))
+            most = min(most, int(CPU_WORK / question.model.largest_layer))
         most = max(longest, most)
         tokens = max(longest, *chain(*pack(typical, most), *pack(largest, most)))
     count, total = len(pack(typical, tokens)[0]), sum(typical.tokens) / groups

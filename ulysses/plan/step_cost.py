@@ -183,8 +183,8 @@ class Plan(NamedTuple):
         alone = self.resident and q.sp == 1 and {*self.levels} == {"none"} and not q.shares
         # the launches of experts and of linear attention depend on the rows, which no graph can follow
         steady = not (layers.copied or layers.row_flops)
-        largest = max(layer.parameters for layer in q.model.layers)
-        is_short = 6 * q.rows * largest < GRAPH_SECONDS * PRODUCTS * q.machine.peak_flops
+        of_layer = 6 * q.rows * q.model.largest_layer
+        is_short = of_layer < GRAPH_SECONDS * PRODUCTS * q.machine.peak_flops
         return alone and steady and is_short and q.machine.is_gpu and q.element_size == 2
 
     @property
@@ -279,7 +279,7 @@ def _working_bytes(
     vocabulary = model.vocabulary_parameters
     rows, trained = size * model.shape.hidden_size * S, vocabulary * model.is_full
     # of sharded weights two layers are gathered at a time, and the vocabulary for its loss
-    gathered = 2 * model.matrix_bytes(max(x.parameters for x in layers), size)
+    gathered = 2 * model.matrix_bytes(model.largest_layer, size)
     loss = 3 * rows
     if q.teacher and model is q.model:  # the teacher's rows and its vocabulary lie beside
         tiles, vocabulary = LOSS_TILES, vocabulary + q.teacher.vocabulary_parameters
