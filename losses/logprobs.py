@@ -202,6 +202,7 @@ class _LinearLogProbs(torch.autograd.Function):
         mean = torch.empty_like(lse) if want_mean else None
         ignored = targets < 0
         safe = targets.masked_fill(ignored, 0)
+        # only nll's gradient by the logits is computed here: its factor for each row, and its dtype
         scale: Any = None
         tile_dtype = None
         if loss_weights is not None:
@@ -211,8 +212,8 @@ class _LinearLogProbs(torch.autograd.Function):
                 tile_dtype = tiles.weight.dtype
         for rows, logits in tiles:
             gradient = None
-            if entropy is None and mean is None and (log_softmax_at := _in_one_pass(logits)):
-                gradient = log_softmax_at(
+            if entropy is None and mean is None and _takes_kernel(logits):
+                gradient = logprobs_triton.log_softmax_at(
                     logits, safe[rows], lse[rows], logps[rows], tile_dtype
                 )
             else:
@@ -254,7 +255,7 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
-        if ctx.dtypes is not None:
+        if ctx.dtypes is not None:  # forward has computed the gradients of nll
             # a scalar would be rounded to the gradient's dtype first
             factor = upstream[-1][None]
             grads = [
@@ -263,13 +264,13 @@ class _LinearLogProbs(torch.autograd.Function):
             ]
             return *grads, *[None] * 8
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
-        g_logp, *others, _ = upstream
+        g_logp, g_entropy, g_lse, g_mean, _ = upstream
         ignored = targets < 0
         g_logp = torch.zeros_like(lse) if g_logp is None else g_logp.masked_fill(ignored, 0.0)
         safe = targets.masked_fill(ignored, 0)
+        only_logps = g_entropy is None and g_lse is None and g_mean is None
         # in the common case the row's gradient scales the small operands, which saves a pass over the tile
-        only_logps = all(x is None for x in others)
-        scale = (g_logp if only_logps else torch.full_like(lse, -1.0)) / -ctx.temperature
+        scale = (-g_logp if only_logps else torch.ones_like(lse)) / ctx.temperature
         tiles = _Tiles(ctx, hidden, weight, ctx.temperature, ctx.tile_rows)
         for rows, logits in tiles:
             if only_logps:
@@ -279,7 +280,10 @@ class _LinearLogProbs(torch.autograd.Function):
                     logits.sub_(lse[rows, None]),
                     safe[rows, None],
                     g_logp[rows, None],
-                    *(None if x is None else x[rows, None] for x in (*others, entropy)),
+                    _column(g_entropy, rows),
+                    _column(g_lse, rows),
+                    _column(g_mean, rows),
+                    _column(entropy, rows),
                 ).to(tiles.weight.dtype)
             del logits
             tiles.add(rows, gradient, scale)
@@ -338,22 +342,26 @@ def one_hot_difference(
     The caller multiplies the smaller operands of the products by each row's upstream gradient. The target's entry is
     computed as expm1(log p), because rounding p first would lose 1 - p where p is close to 1.
     """
-    if log_softmax_at := _in_one_pass(logits):
+    if _takes_kernel(logits):
         # the kernel computes the log-sum-exp and the log-probabilities again; nobody reads them
-        return log_softmax_at(
+        difference: Any = logprobs_triton.log_softmax_at(
             logits, targets, torch.empty_like(lse), torch.empty_like(lse), dtype
         )
+        return difference
     at_target = logits.gather(1, targets[:, None]).sub_(lse[:, None]).expm1_()
     tile = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
     torch.exp(logits.sub_(lse[:, None]), out=tile)
     return tile.scatter_(1, targets[:, None], at_target.to(dtype))
 
 
-def _in_one_pass(logits: Tensor) -> Any:
-    """Return the kernel that reads a tile once, or None for logits that it does not take: float32 on a GPU."""
-    if not logits.is_cuda or logits.dtype != torch.float32:
-        return None
-    return logprobs_triton.triton and logprobs_triton.log_softmax_at
+def _takes_kernel(logits: Tensor) -> bool:
+    """Return whether the Triton kernel, which reads a tile once, takes these logits: float32 on a GPU."""
+    is_float32 = logits.is_cuda and logits.dtype == torch.float32
+    return is_float32 and logprobs_triton.triton is not None
+
+
+def _column(values: Tensor | None, rows: slice) -> Tensor | None:
+    return None if values is None else values[rows, None]
 
 
 def _logit_gradient(

@@ -9,7 +9,7 @@ which read them directly: hooks on a layer are called, hooks on the modules insi
 Shapes: S local tokens, D width.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,15 @@ from ulysses.memory.levels import Rope
 from ulysses.memory.offload import Offloader
 from ulysses.parallel.attention import AttendNode, UlyssesAttention
 from ulysses.parallel.layout import AttentionPlan, Tensors
+
+
+class LayerNorms(NamedTuple):
+    """The norms of a layer; a family may have no norm in some of these places."""
+
+    before_mixer: Norm
+    after_mixer: Norm
+    before_feed_forward: Norm
+    after_feed_forward: Norm
 
 
 class DecoderLayer(nn.Module):
@@ -86,9 +95,11 @@ class DecoderLayer(nn.Module):
         return self.linear_attn if is_linear else self.self_attn  # type: ignore[return-value]
 
     @property
-    def norms(self) -> list[Norm]:
-        """The norms before and after the mixer and before and after the feed-forward."""
-        return [getattr(self, name) if name else NO_NORM for name in self.norm_names]
+    def norms(self) -> LayerNorms:
+        """The norms, by their places."""
+        return LayerNorms(
+            *(getattr(self, name) if name else NO_NORM for name in self.norm_names)
+        )
 
     def forward(self, hidden: Tensor, rope: Rope, plan: AttentionPlan) -> Tensor:
         learns = torch.is_grad_enabled()
@@ -104,13 +115,12 @@ class DecoderLayer(nn.Module):
 
     def project(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, ...]:
         """Return the tensors that the mixer sends to the heads' ranks, and the layer's input, for `output`."""
-        before_mixer, _, _, _ = self.norms
-        return self.mixer.project(hidden, before_mixer, rope)
+        return self.mixer.project(hidden, self.norms.before_mixer, rope)
 
     def output(self, hidden: Tensor, mixed: Tensor) -> Tensor:
         """Add the mixer's output to the layer's input."""
-        before_mixer, after_mixer, _, _ = self.norms
-        out = after_mixer(self.mixer.output(mixed, hidden, before_mixer))
+        norms = self.norms
+        out = norms.after_mixer(self.mixer.output(mixed, hidden, norms.before_mixer))
         if self.multiplier != 1:
             out = out * self.multiplier
         return out.add_(hidden)
@@ -118,13 +128,13 @@ class DecoderLayer(nn.Module):
     @property
     def second_half(self) -> SecondHalf:
         """What adds the feed-forward's output to the rows; each row is independent, so it can run in tiles."""
-        _, _, before, after = self.norms
-        weights = [before.weight, *self.mlp.parameters(), after.weight]
+        before = self.norms.before_feed_forward.weight
+        after = self.norms.after_feed_forward.weight
         return SecondHalf(
-            before.weight,
+            before,
             self.mlp.fused(),
-            after.weight,
-            trained(weights),
+            after,
+            trained([before, *self.mlp.parameters(), after]),
             self.rule,
             self.multiplier,
             self.mlp_tile * self.mlp.tile_factor,

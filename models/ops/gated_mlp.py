@@ -39,7 +39,10 @@ def activate(
     if kernels := triton_kernels(gate):
         return kernels.gated(gate, up, kind, grad)
     active, grads = in_plain_torch(lambda g, u: ACTIVATIONS[kind](g) * u, grad, gate, up)
-    return active.to(gate.dtype), grads and torch.cat([*grads], -1).to(gate.dtype)
+    active = active.to(gate.dtype)
+    if grad is None:
+        return active, None
+    return active, torch.cat([*grads], -1).to(gate.dtype)
 
 
 class Activation(NamedTuple):
@@ -51,11 +54,13 @@ class Activation(NamedTuple):
     def run(self, gate: Tensor, up: Tensor) -> tuple[Tensors, Saved]:
         if gate.stride() != up.stride():
             gate, up = gate.contiguous(), up.contiguous()
-        return [activate(gate, up, self.kind)[0]], (gate, up)
+        active, _ = activate(gate, up, self.kind)
+        return [active], (gate, up)
 
     def run_back(self, saved: Saved, grads: Tensors, sums: GradientSums) -> Tensors:
         gate, up = saved
-        return activate(gate, up, self.kind, grads[0])[1].chunk(2, 1)
+        _, to_gate_up = activate(gate, up, self.kind, grads[0])
+        return to_gate_up.chunk(2, 1)
 
 
 class FeedForward(Protocol):
@@ -93,8 +98,9 @@ class SecondHalf(NamedTuple):
         return [out.add_(rows)], (rows, *saved)
 
     def run_back(self, saved: Saved, grads: Tensors, sums: GradientSums) -> Tensors:
-        (rows, *saved), grad = saved, grads[0].contiguous()
-        return [self._backward(rows, grad, slice(0, len(rows)), saved, sums)]
+        rows, *of_forward = saved
+        every_row = slice(0, len(rows))
+        return [self._backward(rows, grads[0].contiguous(), every_row, of_forward, sums)]
 
     @torch.no_grad()
     def add_tiles(self, rows: Tensor) -> Tensor:
@@ -133,19 +139,25 @@ class SecondHalf(NamedTuple):
     def _backward(
         self, rows: Tensor, grad: Tensor, part: slice, saved: Saved, sums: GradientSums
     ) -> Tensor:
+        """Return the gradient of these rows. `saved` is what `_forward` kept; if it is empty, it is computed again."""
         x = rms_norm(rows, self.norm, self.rule)
         to_out = grad if self.factor == 1 else grad * self.factor
-        input_of_after, *saved = saved or [None]
+        input_of_after, of_feed_forward = None, list[Any]()
+        if saved:
+            input_of_after, *of_feed_forward = saved
         if self.after is not None:
             if input_of_after is None:
                 input_of_after, saved = self.feed_forward.forward(x, part)
-                saved = [*saved]
+                of_feed_forward = [*saved]
+                del (
+                    saved
+                )  # the list alone holds what the feed-forward frees as soon as it was used
             to_out, of_after = rms_norm_backward(
                 to_out.clone(), input_of_after, self.after, self.rule
             )
             sums.add(self.after, of_after)
             del input_of_after
-        to_x = self.feed_forward.backward(x, to_out, part, saved, sums)
+        to_x = self.feed_forward.backward(x, to_out, part, of_feed_forward, sums)
         del x, to_out
         to_rows, of_norm = rms_norm_backward(to_x, rows, self.norm, self.rule, grad)
         sums.add(self.norm, of_norm)

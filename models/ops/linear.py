@@ -10,7 +10,7 @@ What all operations have in common stands here too: Operation, of which `recorde
 Shapes: S local tokens, D width, N rows of a matrix, r an adapter's rank.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -68,6 +68,7 @@ class GradientSums:
 
     def __init__(self, whole: bool) -> None:
         self.whole = whole
+        # one sum for tensors whose gradients lie one below the other
         self._sums: dict[tuple[Tensor, ...], Tensor] = {}
 
     def add(
@@ -77,11 +78,11 @@ class GradientSums:
         if tensor is not None and grad is not None and tensor.requires_grad:
             if index is not None:
                 grad = grad.new_zeros(tensor.shape).index_copy_(0, index, grad)
-            total = self._sums.get((tensor,))
-            if total is not None:
-                total.add_(grad)
+            key = (tensor,)
+            if key in self._sums:
+                self._sums[key].add_(grad)
             else:
-                self._sums[tensor,] = grad if self.whole else at_least_float32(grad)
+                self._sums[key] = grad if self.whole else at_least_float32(grad)
 
     def add_product(
         self, tensors: Sequence[Tensor], grad: Tensor, rows: Tensor, index: Tensor | None = None
@@ -168,8 +169,12 @@ class Products:
     def __init__(self, *matrices: Matrix) -> None:
         self.matrices, self.widths = matrices, [m.outputs for m in matrices]
         self.adapters = [m.adapter for m in matrices if m.adapter is not None]
-        of_each = ((m.weight, m.bias, *(m.adapter or ())[:2]) for m in matrices)
-        self.tensors = trained([t for each in of_each for t in each])
+        tensors: list[Tensor | None] = []
+        for m in matrices:
+            tensors += [m.weight, m.bias]
+            if m.adapter is not None:
+                tensors += [m.adapter.a, m.adapter.b]
+        self.tensors = trained(tensors)
         self.mask: Tensor | None = None
         self.narrow: Any = None
         self.narrow_grads: Any = None  # scale * grad b of all adapters
@@ -199,15 +204,17 @@ class Products:
         self.start(x)
         self._multiply_by_a(x)
         out = x.new_empty(len(x), sum(self.widths))
-        results, narrow = list(out.split(self.widths, 1)), self._narrow_by_adapter()
+        results = list(out.split(self.widths, 1))
         # the small products come first, and the large one adds to them as it writes
-        for m, bias, result in zip(self.matrices, biases, results):
+        for m, bias, narrow, result in zip(
+            self.matrices, biases, self._narrow_by_matrix(), results
+        ):
             if m.adapter is None:
                 result.copy_(x.new_zeros(1) if bias is None else bias)
             elif bias is None:
-                torch.mm(next(narrow), m.used_rows(m.adapter.b).t(), out=result)
+                torch.mm(narrow, m.used_rows(m.adapter.b).t(), out=result)
             else:
-                torch.addmm(bias, next(narrow), m.used_rows(m.adapter.b).t(), out=result)
+                torch.addmm(bias, narrow, m.used_rows(m.adapter.b).t(), out=result)
         for result, matrix in zip(results if len(dense) > 1 else [out], dense):
             result.addmm_(x, matrix.t())
         return results if len(results) > 1 else [out]
@@ -216,13 +223,12 @@ class Products:
         """Return the gradient of x from that of the results."""
         total: Any = None
         if self.adapters:
-            pairs = zip(self.matrices, grad.split(self.widths, 1))
-            each = [
-                _scaled_product(g, m.used_rows(m.adapter.b), m.adapter.scale)
-                for m, g in pairs
-                if m.adapter
-            ]
-            self.narrow_grads = torch.cat(each, 1)
+            products = []
+            for m, part in zip(self.matrices, grad.split(self.widths, 1)):
+                if m.adapter is not None:
+                    b = m.used_rows(m.adapter.b)
+                    products.append(_scaled_product(part, b, m.adapter.scale))
+            self.narrow_grads = torch.cat(products, 1)
             total = self.narrow_grads @ self._a
             if self.mask is not None:
                 total.mul_(self.mask)
@@ -247,10 +253,9 @@ class Products:
             return
         if self.narrow is None:
             self._multiply_by_a(x)
-        narrow = self._narrow_by_adapter()
-        for m, part in zip(self.matrices, grads):
+        for m, part, narrow in zip(self.matrices, grads, self._narrow_by_matrix()):
             if m.adapter is not None:
-                sums.add_product([m.adapter.b], part, next(narrow), m.row_index)
+                sums.add_product([m.adapter.b], part, narrow, m.row_index)
         sums.add_product([x.a for x in self.adapters], self.narrow_grads, self._dropped(x))
 
     def run(self, x: Tensor) -> tuple[Tensors, Saved]:
@@ -291,8 +296,10 @@ class Products:
         """Set `narrow`, scaled before it is rounded, so that b needs no scaling."""
         self.narrow = _scaled_product(self._dropped(x), self._a.t(), self.adapters[0].scale)
 
-    def _narrow_by_adapter(self) -> Iterator[Tensor]:
-        return iter(self.narrow.chunk(len(self.adapters), 1))
+    def _narrow_by_matrix(self) -> list[Any]:
+        """Return each matrix's part of `narrow`, [S, r]; None for one without an adapter."""
+        parts = iter(self.narrow.chunk(len(self.adapters), 1))
+        return [None if m.adapter is None else next(parts) for m in self.matrices]
 
 
 def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
