@@ -10,6 +10,7 @@ or kept (resident.py). DeepSpeed knows nothing of sequence parallelism, and the 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import groupby, islice
 from typing import Any
 
@@ -102,12 +103,16 @@ class TrainedEngine(ZeroEngine):
         size = settings.sub_group_size
         self.sub_groups = [*sub_groups(groups, size, device)]
         self.slices = [s for one in self.sub_groups for s in parameter_slices(model, one)]
-        args = self.slices, self.units, self.device
-        options = {"gradients_reused": graphs, "bucket": settings.reduce_bucket_size}
-        if dist.get_world_size() == 1:
-            self.reduction = GradientReduction(*args, **options)
-        else:
-            self.reduction = AveragedReduction(*args, between=reduce_between, **options)
+        reduction: Any = GradientReduction
+        if dist.get_world_size() > 1:
+            reduction = partial(AveragedReduction, between=reduce_between)
+        self.reduction: GradientReduction = reduction(
+            self.slices,
+            self.units,
+            self.device,
+            gradients_reused=graphs,
+            bucket=settings.reduce_bucket_size,
+        )
 
     def backward(self, loss: Tensor, *, only_microbatch: bool = False) -> None:
         """Back-propagate an already scaled loss.

@@ -165,10 +165,10 @@ class GradientReduction:
                     total = s.sum.to(mean.device, non_blocking=True).add_(total)
                 s.sum.copy_(total, non_blocking=True)
         else:  # a few kernels for all of them
-            for again in (False, True):
-                chosen = [
-                    (s.sum, mean) for s, mean in means if (s.name in self._values) == again
-                ]
-                if chosen:
-                    (torch._foreach_add_ if again else torch._foreach_copy_)(*zip(*chosen))
+            first = [(s.sum, mean) for s, mean in means if s.name not in self._values]
+            later = [(s.sum, mean) for s, mean in means if s.name in self._values]
+            if first:
+                torch._foreach_copy_(*zip(*first))
+            if later:
+                torch._foreach_add_(*zip(*later))
         self._values |= {s.name: s.sum for s, _ in means}

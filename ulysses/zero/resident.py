@@ -11,6 +11,7 @@ freed. DeepSpeed is not even imported.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from statistics import mode
 from typing import Any
 
@@ -69,17 +70,21 @@ class ResidentWeights:
         self.world = dist.get_world_size()
         self._names, self._parameters = zip(*model.named_parameters())
         self.device = self._parameters[0].device
-        self._coming: dict[nn.Parameter, Any] = {}  # gathers on their way
+        self._coming: dict[nn.Parameter, Any] = {}  # handles of gathers on their way
         parameters_of = {unit: list(unit.parameters()) for unit in units}
         of_units = {p for of_unit in parameters_of.values() for p in of_unit}
         # the model's forward waits for the parameters that belong to no unit
         parameters_of[model] = [p for p in self._parameters if p not in of_units]
-        self._hooks = [
-            module.register_forward_pre_hook(lambda *_, own=parameters: self.wait(own))
-            for module, parameters in parameters_of.items()
-            if self.world > 1
-        ]
+        self._hooks: list[Any] = []
+        if self.world > 1:
+            for module, parameters in parameters_of.items():
+                hook = partial(self._wait_before, parameters)
+                self._hooks.append(module.register_forward_pre_hook(hook))
         self.written(self._parameters)
+
+    def _wait_before(self, parameters: Iterable[nn.Parameter], *_: Any) -> None:
+        """Wait for the parameters of the module whose forward pass begins."""
+        self.wait(parameters)
 
     def forward_pass(self) -> AbstractContextManager[None]:
         """Each unit waits for its weights by itself."""
@@ -107,15 +112,18 @@ class ResidentWeights:
         gathers: Any = nullcontext()  # gloo takes one gather after the other
         if self.device.type != "cpu":
             gathers = dist._coalescing_manager(async_ops=True)
-        with gathers as coming:
+        with gathers as handle:
             for parameter in parameters:
                 dist.all_gather_into_tensor(parameter.shard.whole, parameter.shard.local)
-        self._coming |= dict.fromkeys(parameters, coming)
+        if handle is not None:
+            self._coming |= dict.fromkeys(parameters, handle)
 
     def wait(self, parameters: Iterable[nn.Parameter]) -> None:
         """Wait for those of these parameters that are still on their way."""
-        for coming in {self._coming.pop(p, None) for p in parameters} - {None}:
-            coming.wait()
+        # parameters that are gathered together have one handle, for which one wait is enough
+        handles = {self._coming.pop(p) for p in parameters if p in self._coming}
+        for handle in handles:
+            handle.wait()
 
     @torch.no_grad()
     def check_copies(self) -> None:

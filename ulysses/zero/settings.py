@@ -50,14 +50,18 @@ def derive(
     # DeepSpeed stops gathering ahead when so many parameters are whole; deepspeed_internals.py keeps the host from
     # running far ahead of the GPU.
     zero["stage3_max_live_parameters"] = vocabulary_matrices + 4 * layer_matrices
-    host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     if offload_parameters:
-        zero["offload_param"] = host
+        zero["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     zero |= raw or {}
     settings["bf16"] = {"enabled": dtype == torch.bfloat16}
-    # ZeRO's names, but without an optimizer DeepSpeed reads neither
-    sizes = zero.pop("sub_group_size"), zero.pop("reduce_bucket_size")
-    return ZeroSettings(dtype, offload_parameters, *sizes, settings)
+    return ZeroSettings(
+        dtype=dtype,
+        offload_parameters=offload_parameters,
+        # ZeRO's names, but without an optimizer DeepSpeed reads neither
+        sub_group_size=zero.pop("sub_group_size"),
+        reduce_bucket_size=zero.pop("reduce_bucket_size"),
+        deepspeed=settings,
+    )
 
 
 def check_raw(raw: dict[str, Any]) -> None:

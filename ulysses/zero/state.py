@@ -14,7 +14,7 @@ from collections import defaultdict
 from functools import cache
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,25 +34,36 @@ def save_state(engine: Any, folder: Path, record: dict[str, Any]) -> dict[str, s
     """
     stem = f"rank-{dist.get_rank():05d}"
     slices = [s for s in engine.slices if s.length]
-    *starts, count = accumulate((s.length for s in slices), initial=0)
+    *offsets, count = accumulate((s.length for s in slices), initial=0)
     digests: dict[str, str] = {}
+    # The beginning of a safetensors file, after which the slices are written one by one: the library's own function
+    # would hold all of them in host memory.
     data = {"dtype": "F32", "shape": [count], "data_offsets": [0, 4 * count]}
     header = json.dumps({"data": data}).encode()
     header += b" " * (-len(header) % 8)
-    start = [len(header).to_bytes(8, "little"), header]
-    for kind in KINDS:  # slice by slice: never more than one of them is copied to host memory
+    beginning = [len(header).to_bytes(8, "little"), header]
+    for kind in KINDS:
         states = (s.state(kind) for s in slices)
         # always a copy: torch never gives back memory that numpy has shared
         parts = (state.to("cpu", copy=True).numpy() for state in states)
         name = f"{stem}.{kind}.safetensors"
-        digests[name] = write_digested(folder / name, chain(start, parts))
+        digests[name] = write_digested(folder / name, chain(beginning, parts))
     record |= {
         "updates": engine.sub_groups[0].updates,
         "digests": digests,
-        "pieces": [[s.name, s.start, s.length, at] for s, at in zip(slices, starts)],
+        "pieces": [[s.name, s.start, s.length, o] for s, o in zip(slices, offsets)],
     }
     name = f"{stem}.json"
     return digests | {name: write_digested(folder / name, [json.dumps(record).encode()])}
+
+
+class SavedPiece(NamedTuple):
+    """Elements of a flattened parameter, from `start` on, and where they are: from `offset` on in the files `stem`."""
+
+    start: int
+    length: int
+    offset: int
+    stem: str
 
 
 class SavedSlices:
@@ -65,8 +76,7 @@ class SavedSlices:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.updates = 0
-        # name -> (start, length, offset in the file, rank file)
-        self.places: dict[str, list[tuple[int, int, int, str]]] = defaultdict(list)
+        self.places: dict[str, list[SavedPiece]] = defaultdict(list)  # by the parameter's name
         self._data = cache(lambda file: safe_open(folder / file, "pt").get_slice("data"))
         for file in sorted(folder.glob("rank-*.json")):
             content = json.loads(file.read_text())
@@ -74,11 +84,11 @@ class SavedSlices:
             for name, start, length, offset in content["pieces"]:
                 # earlier versions called adapters' parameters so
                 name = name.replace(".base_layer.", ".").removesuffix(".default.weight")
-                self.places[name].append((start, length, offset, file.stem))
+                self.places[name].append(SavedPiece(start, length, offset, file.stem))
 
     def numel(self, name: str) -> int:
         """Return how many elements of a parameter are saved."""
-        return sum(length for _, length, _, _ in self.places[name])
+        return sum(piece.length for piece in self.places[name])
 
     def read_into(self, target: Tensor, name: str, kind: str, start: int = 0) -> None:
         """Copy elements [start, start + len(target)) of the flattened parameter into a 1-D tensor.
@@ -87,12 +97,14 @@ class SavedSlices:
             ValueError: if some of them were not saved.
         """
         filled, stop = 0, start + target.numel()
-        for begin, length, offset, stem in self.places[name]:
-            a, b = max(begin, start), min(begin + length, stop)
-            if a < b:
-                data, shift = self._data(f"{stem}.{kind}.safetensors"), offset - begin
-                target[a - start : b - start].copy_(data[a + shift : b + shift])
-                filled += b - a
+        for piece in self.places[name]:
+            first = max(piece.start, start)
+            last = min(piece.start + piece.length, stop)
+            if first < last:
+                data = self._data(f"{piece.stem}.{kind}.safetensors")
+                shift = piece.offset - piece.start
+                target[first - start : last - start].copy_(data[first + shift : last + shift])
+                filled += last - first
         if filled != target.numel():
             raise ValueError(
                 f"the checkpoint {self.folder} does not hold all of {name}; it belongs to another model"

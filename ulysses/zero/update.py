@@ -85,11 +85,12 @@ class SubGroup:
         state, group = self.moments, self.group
         beta1, beta2 = group.betas
         adamw(
-            [self.master],
-            [whole],
-            *([state[name]] for name in MOMENTS),
-            [],
-            [state["step"]],
+            params=[self.master],
+            grads=[whole],
+            exp_avgs=[state["exp_avg"]],
+            exp_avg_sqs=[state["exp_avg_sq"]],
+            max_exp_avg_sqs=[],
+            state_steps=[state["step"]],
             foreach=False,
             amsgrad=False,
             beta1=beta1,
