@@ -49,7 +49,8 @@ def open_data(inputs: RunInputs) -> tuple[TokenizedDataset, TokenizedDataset | N
             )
             return tokenising.open(share_prompts=config.batch.share_prompts)
 
-    train, held_out = opened(data.train, stage.trained_type or stage.dataset_type), None
+    train = opened(data.train, stage.trained_type or stage.dataset_type)
+    held_out = None
     if data.eval_fraction:
         held_out = opened(data.train, stage.dataset_type, held_out=True)
     elif data.eval:
@@ -122,22 +123,23 @@ def trained_engine(
                     layer.mlp.router_module.requires_grad_(False)
         return add_adapters(module, model.lora) if model.lora.rank else module
 
-    settings, adamw = _zero_settings(config, weights.shape), config.optimizer
+    settings, optimizer = _zero_settings(config, weights.shape), config.optimizer
     built = build_partitioned(create, settings, weights.fill, resident=plan.resident).train()
+    groups = parameter_groups(
+        built,
+        optimizer.weight_decay,
+        requirements.scopes,
+        betas=optimizer.betas,
+        eps=optimizer.eps,
+        eight_bit=optimizer.moments == "8bit",
+    )
     return TrainedEngine(
         built,
         settings,
-        parameter_groups(
-            built,
-            adamw.weight_decay,
-            requirements.scopes,
-            betas=adamw.betas,
-            eps=adamw.eps,
-            eight_bit=adamw.moments == "8bit",
-        ),
+        groups,
         (DecoderLayer,),
         offload_optimizer=config.memory.offload_optimizer,
-        reduce_between=getattr(torch, adamw.reduce_dtype),
+        reduce_between=getattr(torch, optimizer.reduce_dtype),
         graphs=memory.graphs,
     )
 

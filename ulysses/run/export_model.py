@@ -10,7 +10,6 @@ export stays in it.
 import json
 import re
 import shutil
-from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -69,9 +68,8 @@ def save_tokenizer(inputs: RunInputs, target: Path) -> None:
             shutil.copyfile(source, new / "tokenizer.json")
         else:
             copy_side_files(source, new, TOKENIZER_FILES)
-        if not (
-            new / "tokenizer.json"
-        ).exists():  # the source has only vocab.json and merges.txt
+        # some sources have only vocab.json and merges.txt
+        if not (new / "tokenizer.json").exists():
             tokenizer.save_pretrained(str(new))
         if inputs.config.model.add_tokens:
             tokenizer.backend_tokenizer.save(str(new / "tokenizer.json"))
@@ -94,8 +92,10 @@ def save_tokenizer(inputs: RunInputs, target: Path) -> None:
             if not settings:  # the source is a tokenizer.json alone
                 settings["clean_up_tokenization_spaces"] = False
             for name, token in special.items():
-                old = settings.get(name)  # may be an object with its text as "content"
-                if token not in (None, old["content"] if isinstance(old, dict) else old):
+                old = settings.get(name)
+                if isinstance(old, dict):
+                    old = old["content"]
+                if token not in (None, old):
                     settings[name] = token
             # transformers 4 would also return token_type_ids for the generic class, which no model takes
             generic = "PreTrainedTokenizerFast"
@@ -143,10 +143,12 @@ def served_weights(
 
         adapters = dict(read(partial(is_adapter, whole=lora.train)))
     if dist.is_initialized() and dist.get_rank():
-        deque(weights, maxlen=0)  # this rank only takes part in gathering them
+        for _ in weights:
+            pass  # this rank only takes part in gathering them
         return
     merged = whole_weights(shape, weights, adapters, config.model)
-    yield from stored_weights(shape, starmap(Rounding(config.model.dtype, shape), merged))
+    rounding = Rounding(config.model.dtype, shape)
+    yield from stored_weights(shape, starmap(rounding, merged))
 
 
 def export_model(
@@ -178,26 +180,30 @@ def export_model(
 
         adapters = dict(read(partial(is_adapter, whole=lora.train)))
     if dist.is_initialized() and dist.get_rank():
-        deque(weights, maxlen=0)  # this rank only takes part in gathering them
+        for _ in weights:
+            pass  # this rank only takes part in gathering them
         return ""
     rounding = Rounding(dtype or config.export_dtype, shape)
-    auto = "SequenceClassification" if reward else "CausalLM"
-    card, base_files, carried = model_card(config, step), None, {}
+    auto, option = "CausalLM", ""
+    if reward:
+        auto, option = "SequenceClassification", ", num_labels=1"
     was_quantised = source.quantize != "none" and not for_servers
     from_folder = not lora.rank and Path(str(source.path)).is_dir()
     reads_base = was_quantised or (is_wider(source.dtype, rounding.name) and from_folder)
     # tensors of vision or multi-token prediction, which are copied from the base
     has_others = (shape.around or shape.delta) and not reward
+    base_files, carried = None, {}
     if whole and source.init == "pretrained" and (reads_base or has_others):
         base_files = WeightFiles(resolve_model(str(source.path), source.revision))
         carried = base_files.carried if has_others else {}
+    card = model_card(config, step)
     if not whole:
         adapted = shape.adapted_class(auto)
         card += f"""
 The adapters are for transformers' {adapted}. PEFT loads them with their base:
 
 ```python
-model = AutoPeftModelFor{auto}.from_pretrained("."{", num_labels=1" * reward})
+model = AutoPeftModelFor{auto}.from_pretrained("."{option})
 ```
 """
     with whole_folder(out, f" after step {step}", replaces=for_servers) as new:
@@ -240,8 +246,10 @@ def model_card(config: Config, step: int) -> str:
         key: [Path(source.path).name for source in parse_sources(getattr(config.data, key))]
         for key in ("train", "eval")
     }
-    lines = logged(config.output / METRICS)
-    metrics = dict(ChainMap(*(line for line in reversed(lines) if line["step"] <= step)))
+    metrics: Fields = {}  # the newest value of each
+    for line in logged(config.output / METRICS):
+        if line["step"] <= step:
+            metrics |= line
     packages = ("ulysses-engine", "torch", "deepspeed", "transformers")
     facts = {
         "settings": settings,

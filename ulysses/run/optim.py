@@ -35,10 +35,11 @@ def parameter_groups(
             # the biases of experts have two dimensions
             decays = len(shape) > 1 and "_bias" not in name
             members[scope, decays, p.dtype].append(p)
-    return [
-        ParameterGroup(parameters, weight_decay * decays, scope, rates[scope], **adamw)
-        for (scope, decays, _), parameters in members.items()
-    ]
+    groups = []
+    for (scope, decays, _), parameters in members.items():
+        decay = weight_decay if decays else 0.0
+        groups.append(ParameterGroup(parameters, decay, scope, rates[scope], **adamw))
+    return groups
 
 
 def learning_rate(step: int, total: int, config: OptimizerSection) -> float:
@@ -51,7 +52,7 @@ def learning_rate(step: int, total: int, config: OptimizerSection) -> float:
     if step < warmup:
         return config.lr * (step + 1) / warmup
     progress = (step - warmup) / (total - warmup)
-    decay = max(1, round(config.decay_fraction * total))
+    decay = max(1, round(config.decay_fraction * total))  # steps of WSD's decay
     decayed = {  # the share of the way from the peak to the floor
         "constant": 0.0,
         "linear": progress,

@@ -12,6 +12,8 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 from pathlib import Path
 
 import torch
@@ -71,7 +73,10 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.mesh, self.engine = self.stage.mesh, self.stage.model
-        self.run, self.peak_flops = self.stage.config.run, (device_peaks() or (0.0,))[0]
+        self.run = self.stage.config.run
+        self.peak_flops = 0.0  # of a device that is not known
+        if peaks := device_peaks():
+            self.peak_flops, _ = peaks
         self.step = 0
         self.best: list[float] | None = None
         self.metrics: Metrics = {}
@@ -114,7 +119,13 @@ class Trainer:
 
         An error gets a note with the step at which it happened.
         """
-        run, log, current, is_first = self.run, self.log, self.step + 1, not self.metrics
+        run, log = self.run, self.log
+        current = self.step + 1  # the number of this step, counted from 1
+        is_first = not self.metrics
+
+        def is_due(every: int) -> bool:
+            return every > 0 and current % every == 0
+
         try:
             values = self.train_step()
             if is_first:
@@ -126,28 +137,24 @@ class Trainer:
             # by the time of the second step, because the first one takes longer
             if current == 2 and (note := grace_note(values["seconds"])):
                 self.say(note)
-            evaluates, logs, saves = (
-                every > 0 and current % every == 0
-                for every in (run.eval_every, run.log_every, run.save_every)
-            )
-            if self.eval_loader and (self.finished or evaluates):
+            if self.eval_loader and (self.finished or is_due(run.eval_every)):
                 if self.samples:
                     self.watch.phase("samples")
                     self.samples(self.step)
                 values |= self.evaluate()
-            loss, best = values.get("eval/loss", math.nan), self.best
+            loss = values.get("eval/loss", math.nan)
             # a loss that is not finite is no improvement
-            improved = -math.inf < loss < (best[1] if best else math.inf)
+            improved = math.isfinite(loss) and (self.best is None or loss < self.best[1])
             if improved:
                 self.best = [self.step, loss]
             if log is not None:
-                log.report(self.step, values, self.finished or logs)
+                log.report(self.step, values, self.finished or is_due(run.log_every))
                 # all ranks stop after the coming step, with a checkpoint
                 if log.failure is not None:
                     self.watch.ask_to_stop()
-            is_due = self.save_due or self.stop_requested or saves
+            is_asked = self.save_due or self.stop_requested or is_due(run.save_every)
             is_best = improved and (run.save_every or run.patience)
-            if is_due or is_best or (self.finished and run.save_last):
+            if is_asked or is_best or (self.finished and run.save_last):
                 self.save()
         except BaseException as error:
             error.add_note(f"step {current}")
@@ -193,21 +200,22 @@ class Trainer:
                 metrics.add("loss", self.stage.local_sum(scaled))
                 parts.append(scaled.value * scaled.weight)
             # the counts from which `_measure` computes the speed; rows with a target are projected to the vocabulary
-            once = self.stage.on_first_rank
+            on_first_rank = self.stage.on_first_rank
             metrics.add("projected", float(batch.num_valid))
-            metrics.add("tokens", once(float(batch.num_tokens)))
-            metrics.add("tokens_shared", once(float(batch.num_tokens_shared)))
-            metrics.add("squares", once(float(batch.num_squares)))
+            metrics.add("tokens", on_first_rank(float(batch.num_tokens)))
+            metrics.add("tokens_shared", on_first_rank(float(batch.num_tokens_shared)))
+            metrics.add("squares", on_first_rank(float(batch.num_squares)))
             self.watch.phase("backward")
             # gradients are averaged over all ranks, and each rank has its share of the mean
-            loss = sum(parts[1:], parts[0]) * float(self.mesh.world_size)
+            loss = reduce(add, parts) * float(self.mesh.world_size)
             self.engine.backward(loss, only_microbatch=len(batches.trained) == 1)
-        # The host reads the next batches while the device still computes; what the first step of a rollout reads is
-        # made with the weights of that moment.
+        # The host reads the next batches while the device still computes. A step that begins with a rollout is not
+        # read ahead: its answers are drawn with the weights that this step makes.
         needs = self.stage.requirements
         draws = needs.rollout is not None and (step + 1) % needs.steps_per_load == 0
-        reads_ahead = step + 1 < self.total_steps and not draws
-        self._read_ahead = self.stage.read(self.loader, step + 1) if reads_ahead else None
+        self._read_ahead = None
+        if step + 1 < self.total_steps and not draws:
+            self._read_ahead = self.stage.read(self.loader, step + 1)
         self.watch.phase("optimizer step")
         if self.routers:
             self.routers.add(metrics)
@@ -233,8 +241,9 @@ class Trainer:
         In the same collective all ranks agree on whether to stop, and whether to save a checkpoint.
         """
         metrics.add("stop", float(self.watch.stop_wanted))
-        late = time.monotonic() - self._saved_at > 60 * self.run.save_minutes > 0
-        metrics.add("save", float(late and self.mesh.is_main))  # rank 0's clock decides
+        limit = 60 * self.run.save_minutes  # seconds; 0 saves at no time
+        is_late = limit > 0 and time.monotonic() - self._saved_at > limit
+        metrics.add("save", float(is_late and self.mesh.is_main))  # rank 0's clock decides
         if self.stragglers:
             self.stragglers.add(self.step + 1, metrics)
         values = metrics.reduce()
@@ -270,11 +279,8 @@ class Trainer:
 
     def _measure(self, values: Metrics, seconds: float) -> None:
         """Add the metrics of speed and memory, and remove the counts that they are computed from."""
-        tokens, squares, projected = (
-            values["tokens"],
-            values.pop("squares"),
-            values.pop("projected"),
-        )
+        tokens = values["tokens"]
+        squares, projected = values.pop("squares"), values.pop("projected")
         values |= {"tokens_per_second": tokens / seconds, "seconds": seconds}
         if self.peak_flops:
             rate = self.flops(tokens, squares, projected) / seconds

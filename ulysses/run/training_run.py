@@ -116,15 +116,14 @@ class TrainingRun:
         inputs = self.inputs
         self.watch.phase("tokenising")
         self.say("reading the data ...")
-        self.train_data, self.eval_data = data = open_data(inputs)
-        self.digests = digests_of_inputs(inputs, *data)
+        train, held_out = open_data(inputs)
+        self.train_data, self.eval_data = train, held_out
+        self.digests = digests_of_inputs(inputs, train, held_out)
         self.changes: list[str] = []
         if inputs.resume_from:
             self.changes = changes(inputs.config, inputs.resume_from, self.digests)
-            lacking = inputs.stage.check_resumed(
-                inputs.weights, inputs.kernel.name, filter(None, data)
-            )
-            refuse([*lacking])
+            data = [train, held_out] if held_out else [train]
+            refuse([*inputs.stage.check_resumed(inputs.weights, inputs.kernel.name, data)])
 
     def _agree(self) -> None:
         """Refuse processes that differ, and take the run folder."""
@@ -152,8 +151,15 @@ class TrainingRun:
         )
         self.watch.phase("kernels")
         with error_context():
-            case = inputs.stage, shape, inputs.attention, self.device, self.mesh
-            check_kernel(config, *case, question.shares)
+            check_kernel(
+                config,
+                inputs.stage,
+                shape,
+                inputs.attention,
+                self.device,
+                self.mesh,
+                question.shares,
+            )
             self.plan = plan = choose_memory(question)
         self.say(f"attention kernel: {inputs.kernel.name} ({inputs.kernel.reason})")
         if self.device.type == "cpu" and (slow := slow_products(config.model.dtype)):
@@ -194,11 +200,7 @@ class TrainingRun:
             say=self.say,
         )
         stage = inputs.stage.build(parts)
-        train_data, eval_data = (
-            data and stage.extend_data(parts, data)
-            for data in (self.train_data, self.eval_data)
-        )
-        is_gpu = plan.question.machine.is_gpu
+        train_data = stage.extend_data(parts, self.train_data)
         if plan.graphs:  # CUDA graphs take whole sequences
             train_data = train_data.apart
         serve = partial(
@@ -208,13 +210,17 @@ class TrainingRun:
             groups=self.mesh.data_parallel_size,
             group=self.mesh.dp_rank,
         )
-        loader = serve(train_data)
+        loader, eval_loader = serve(train_data), None
+        if self.eval_data:
+            eval_data = stage.extend_data(parts, self.eval_data)
+            eval_loader = serve(eval_data, evaluation=True)
         for line in remarks(inputs, loader):
             self.say(line)
+        is_gpu = plan.question.machine.is_gpu
         return Trainer(
             stage=stage,
             loader=loader,
-            eval_loader=eval_data and serve(eval_data, evaluation=True),
+            eval_loader=eval_loader,
             total_steps=stage.total_steps(loader),
             policies=gradient_policies(config.gradients),
             flops=partial(model_flops, plan.question.model),
@@ -293,7 +299,8 @@ class TrainingRun:
         Args:
             signals: may ask the run to stop; a program that has its own loop has its own handlers, too.
         """
-        is_first, self.is_logged = not self.is_logged, True
+        is_first = not self.is_logged
+        self.is_logged = True
         trainer, run, folder = self.trainer, self.config.run, self.config.output
         if is_first and self.mesh.is_main:
             settings = {"run_id": self.run_id, **trainer.description["config"]}
@@ -331,20 +338,16 @@ class TrainingRun:
 
         `for_servers` writes whole weights, with the adapters added, and prints nothing.
         """
-        config, step = self.config, self.trainer.step
+        config = self.config
         self.watch.phase("export")
         dtype = config.model.dtype if for_servers else config.export_dtype
+        exact = is_wider(dtype, config.model.dtype)
         note = export_model(
-            partial(
-                full_parameters,
-                self.engine,
-                without=(VALUE,),
-                exact=is_wider(dtype, config.model.dtype),
-            ),
+            partial(full_parameters, self.engine, without=(VALUE,), exact=exact),
             folder,
             self.inputs.shape,
             config,
-            step,
+            self.trainer.step,
             reward=self.inputs.stage.reward,
             dtype=dtype,
             for_servers=for_servers,
