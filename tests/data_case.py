@@ -11,6 +11,7 @@ from tests.tiny_tokenizer import write_rows
 from ulysses.config.schema import DataSection
 from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.sources import Source, parse_sources
+from ulysses.data.read.tokenizer import Encoded
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.tokenise import Tokenising, common_prefix
 from ulysses.parallel.batch import Sequence
@@ -24,7 +25,7 @@ def content(sequence: Sequence) -> list[Any]:
 
 def sharing(sequences: list[Sequence], prompt: int = 0) -> list[Sequence]:
     """Let sequences say what they have in common with the one before, as far as they do not train it."""
-    parts = [(s.tokens, s.loss_weights) for s in sequences]
+    parts = [Encoded(s.tokens, s.loss_weights) for s in sequences]
     heads = [1, *(common_prefix(*two) + 1 for two in pairwise(parts))]
     return [replace(s, prompt=prompt, prompt_length=n) for s, n in zip(sequences, heads)]
 

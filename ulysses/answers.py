@@ -129,7 +129,7 @@ class Trained:
         texts = self.template.render(
             messages, record.tools, answers, variables=record.variables
         )
-        tokens = self.template.encoder.encode_batch(texts)[0][0]
+        tokens = self.template.encoder.encode_batch(texts)[0].ids
         if len(tokens) + (not answer) > self.window:
             raise DropRowError(
                 f"the model's window of {self.window:,} tokens is too short for it"

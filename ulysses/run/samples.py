@@ -61,7 +61,7 @@ class Samples:
         else:
             for text in samples:
                 turn = inputs.template.render([Message("user", text)])
-                self.prompts.append(inputs.template.encoder.encode_batch(turn)[0][0])
+                self.prompts.append(inputs.template.encoder.encode_batch(turn)[0].ids)
         options = SamplingOptions(
             config.ppo.max_new_tokens, top_k=1, stop_tokens=inputs.shape.eos_token_id
         )

@@ -150,7 +150,10 @@ class ChatTemplate:
             )
 
     def _sample(self, environment: Environment, marked: str) -> list[str]:
-        """Compile the template; render a question with and without an opened turn, and with an answer."""
+        """Compile the template, and learn from a question what it does with tools, calls and thinking.
+
+        Return the question with an opened turn, without one, and with an answer.
+        """
         self._compiled = environment.from_string(marked)
         answer = {"role": "assistant", "content": "2"}
         context = {**self._context, "tools": None}
@@ -173,7 +176,8 @@ class ChatTemplate:
                 if "call_1" in text:
                     lengths[content] = len(text)
         self._no_content = min(lengths, key=lengths.__getitem__, default="")
-        opened, closed = (self._render(context, [QUESTION], opens) for opens in (True, False))
+        opened = self._render(context, [QUESTION], True)
+        closed = self._render(context, [QUESTION])
         # Qwen3.8's template reads thinking from a key of its own alone, and writes an empty block before thinking that
         # stands in the content. Blocks are counted in the answer alone: SmolLM3's system text names the tags, too.
         in_content = {**answer, "content": "<think>\n1\n</think>\n\n2"}
@@ -206,7 +210,7 @@ class ChatTemplate:
             with suppress(DropRowError):
                 messages = [Message("user", "a"), Message("assistant", answer)]
                 texts = self.render(messages, self._sample_tools, answers=[1])
-                return self.encoder.encode_batch(texts)[0][0][-1]
+                return self.encoder.encode_batch(texts)[0].ids[-1]
         raise DataError("the chat template writes no answer where it opens its turn")
 
     def render(
@@ -376,8 +380,8 @@ class ChatTemplate:
 
         The last answer has no place if it does not continue the prompt.
         """
-        parts, last = at_marks(self._render(context, messages)), len(messages) - 1
-        text, spans = "".join(parts), {}
+        parts = at_marks(self._render(context, messages))
+        text, spans, last = "".join(parts), {}, len(messages) - 1
         if self.marks_generation:
             indices, marked = _assistant_indices(messages), _marked_spans(parts)
             if len(marked) != len(indices):
@@ -389,10 +393,8 @@ class ChatTemplate:
         # Some prompts change once an answer follows: gpt-oss's template forgets the thinking before calls, and
         # Mistral-Nemo's shows the system text in the last message alone. A model continues the prompt, so the answer
         # is put there as the template writes it after a question of ours.
-        asked, answered = (
-            unmarked(self._render(context, short, len(short) == 1))
-            for short in ([QUESTION], [QUESTION, messages[-1]])
-        )
+        asked = unmarked(self._render(context, [QUESTION], True))
+        answered = unmarked(self._render(context, [QUESTION, messages[-1]]))
         answer = answered.removeprefix(asked)
         if answered.startswith(asked) and text.endswith(answer):
             text = prompt + answer

@@ -120,7 +120,8 @@ def read_row(
     only_alpaca = () if first_key(row, FORMATS["alpaca"]) else ("input", "history")
     unread = {name for name in row.keys() - ALIASES.keys() if UNREAD.fullmatch(name)}
     unread |= row.keys() & {*variables, *only_alpaca}
-    unread -= {"margin"} if kind == "ranked" else set()
+    if kind == "ranked":
+        unread.discard("margin")
     records = _records(row, source, kind)
     for name in sorted(unread | _passed_over(row, source, kind, records)):
         if row[name] not in ("", []):
@@ -209,7 +210,8 @@ def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
         if role_of(prompt, -1) in ("", "system"):
             raise DropRowError("no user message to answer")
         return [replace(record, prompt=prompt, answers=[[]])]
-    is_scored, several = kind == "scored" and bool(answers), len(answers) > 1
+    is_scored = kind == "scored" and bool(answers)
+    several = len(answers) > 1
     if several and kind == "sequence":
         raise BadRowError(
             'holds chosen and rejected answers; to train on one set columns = {completion = "chosen"}'
@@ -264,13 +266,11 @@ def _passed_over(row: Row, source: Source, kind: str, records: list[Record]) -> 
         answers = _answer_values(row, kind)
         # messages may hold their answer already
         beside_messages = len(answers) == 1 and first_key(row, FORMATS["messages"])
-        read |= {
-            key
-            for key, value in answers
-            if not beside_messages
-            or any(m.content in texts for m in _parse_answer(key, value, False)[-1:])
-        }
-        read |= {first_key(row, LABEL_KEYS)}
+        for key, value in answers:
+            last = _parse_answer(key, value, False)[-1:] if beside_messages else []
+            if not beside_messages or any(message.content in texts for message in last):
+                read.add(key)
+        read.add(first_key(row, LABEL_KEYS))
     values_read = [source.system, *map(row.get, read), *texts]
     return {key for key in row.keys() & {*columns} - read if row[key] not in values_read}
 
@@ -308,8 +308,10 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
         else:
             prompt, ends_with_answer = prompt[:-1], False
     if row_format in ("messages", "sharegpt") and len(values) <= ends_with_answer:
-        # the messages hold their answer: all of them in sft, none of them in the rows of prompts
-        begin = {"sequence": 0, "prompt": len(prompt)}.get(kind, len(prompt) - 1)
+        # the messages hold their answer: all of them in sft, none in the rows of prompts, else the last one
+        if kind == "sequence":
+            return [], [prompt]
+        begin = len(prompt) if kind == "prompt" else len(prompt) - 1
         return prompt[:begin], [prompt[begin:]]
     first_roles = {role_of(answer, 0) for answer in answers}
     holds_prompt = may_hold_prompt or any(prompt[-1] in answer for answer in answers)

@@ -19,8 +19,10 @@ def hub_commit(name: str, revision: str | None) -> str:
         return HfApi().dataset_info(name, revision=revision, timeout=HUB_SECONDS).sha
     except Exception as error:
         try:
-            options = {"repo_type": "dataset", "local_files_only": True}
-            return Path(snapshot_download(name, revision=revision, **options)).name
+            copy = snapshot_download(
+                name, repo_type="dataset", revision=revision, local_files_only=True
+            )
+            return Path(copy).name
         except Exception:
             raise error from None
 
@@ -49,9 +51,13 @@ def load_rows(path: Path, subset: str | None, split: str, revision: str | None) 
 
     if path.is_file():
         files = escape(str(path.absolute()))  # its name may look like a pattern
-        # without a batch size of ours, a file without rows would have the batch size 0
-        options = {"split": "train", "streaming": True, "batch_size": ROWS_AT_ONCE}
-        return datasets.load_dataset("parquet", data_files=files, **options)
+        return datasets.load_dataset(
+            "parquet",
+            data_files=files,
+            split="train",
+            streaming=True,
+            batch_size=ROWS_AT_ONCE,  # of a file without rows it would be 0
+        )
     if path.is_dir():
         return datasets.load_from_disk(str(path))
     return datasets.load_dataset(str(path), subset, split=split, revision=revision)

@@ -48,7 +48,7 @@ def why_incomplete(message: TemplateMessage, prompt: str, settings: str) -> str:
     content = message["content"] or ""
     thinks = split_thinking(content)[0] or any(map(message.get, THINKING_KEYS))
     if thinks and _closes_thinking(prompt):
-        because = f" ({settings})" * bool(settings)
+        because = f" ({settings})" if settings else ""
         return f"an answer has thinking, but the chat template closes it where it opens the assistant's turn{because}"
     if _has_lone_tag(content, prompt):
         return "an answer has <think> or </think> alone, which may be a quotation, or thinking that was cut off"

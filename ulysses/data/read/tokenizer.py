@@ -8,11 +8,10 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from itertools import product
 from os.path import expanduser
 from pathlib import Path
 from string import printable
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
@@ -34,7 +33,13 @@ NEWLINE = re.compile(r"\s*[\r\n]")
 NO_SPACE = {"prepend": "", "prepend_scheme": "never", "add_prefix_space": False}
 # parts of a text, or ids of special tokens, with their weights in the loss
 Rendered = list[tuple[str | int, float]]
-Encoded = tuple[list[int], list[float]]  # the ids of a text, and their weights in the loss
+
+
+class Encoded(NamedTuple):
+    """The ids of a text, and their weights in the loss."""
+
+    ids: list[int]
+    weights: list[float]
 
 
 def load_tokenizer(path: str | Path, **special: str) -> PreTrainedTokenizerFast:
@@ -93,7 +98,7 @@ def template_text(
         for tools in ([], None) if for_tools else (None, []):
             with suppress(ValueError):
                 return tokenizer.get_chat_template(tools=tools)
-        named = " of the name default or tool_use" * bool(tokenizer.chat_template)
+        named = " of the name default or tool_use" if tokenizer.chat_template else ""
         raise DataError(
             f"the tokenizer has no chat template{named}; set data.chat_template to "
             f"{', '.join(NAMED_TEMPLATES)} or a .jinja file"
@@ -144,7 +149,9 @@ class TextEncoder:
         added = self.backend.get_added_tokens_decoder().items()
         self.special = {token.content: number for number, token in added if token.special}
         patterns = [
-            r"\s*" * token.lstrip + re.escape(token.content) + r"\s*" * token.rstrip
+            (r"\s*" if token.lstrip else "")
+            + re.escape(token.content)
+            + (r"\s*" if token.rstrip else "")
             for _, token in sorted(added, key=lambda item: -len(item[1].content))
             if token.special
         ]
@@ -161,11 +168,10 @@ class TextEncoder:
         before |= {(False, text): encode(special + text).ids[1:] for text in ("a", " a")}
         for part in (self.backend.normalizer, self.backend.pre_tokenizer):
             is_several = isinstance(part, normalizers.Sequence | pre_tokenizers.Sequence)
-            for each, (name, value) in product(
-                part if is_several else [part], NO_SPACE.items()
-            ):
-                if hasattr(each, name):
-                    setattr(each, name, value)
+            for each in part if is_several else [part]:
+                for name, value in NO_SPACE.items():
+                    if hasattr(each, name):
+                        setattr(each, name, value)
         self._spaced = {
             (is_first, text.startswith(" "))
             for (is_first, text), ids in before.items()
@@ -225,13 +231,15 @@ class TextEncoder:
                 if as_whole and weight and isinstance(before, str) and NEWLINE.match(str(part)):
                     prompt_ids = encode_text(before)
                     ids = self.encode_text(f"{before}{part}")
-                start, before = len(tokens) - len(prompt_ids), part
+                start = len(tokens) - len(prompt_ids)
+                # the ids that the prompt keeps: all before the token that it shares with the answer
                 while prompt_ids != ids[: len(prompt_ids)]:
                     prompt_ids = prompt_ids[:-1]
                 answer_size = len(ids) - len(prompt_ids)
                 tokens[start:] = ids
                 weights[start:] = [0.0] * len(prompt_ids) + [weight] * answer_size
-            encoded.append((tokens, weights))
+                before = part
+            encoded.append(Encoded(tokens, weights))
         return encoded
 
     def split_special(self, parts: Rendered) -> Rendered:

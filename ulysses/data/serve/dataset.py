@@ -94,12 +94,14 @@ class TokenizedDataset:
         if not share_prompts:
             self._sizes[:, 1] = 0
         whole, prefixes, _ = self._sizes.T
-        # where each sequence begins in the tokens, and where in token_columns
-        sizes = np.stack([whole, whole - prefixes], axis=1)
-        self._starts = sizes.cumsum(axis=0) - sizes
+        own = whole - prefixes
+        # a row for each sequence: where it begins in the tokens, and where in token_columns
+        self._starts = np.stack([whole.cumsum() - whole, own.cumsum() - own], axis=1)
         exists = np.arange(counts.max()) < counts[:, None]
-        self.sequence_lengths, self.prefix_lengths = np.zeros((2, *exists.shape), np.int64)
-        self.sequence_lengths[exists], self.prefix_lengths[exists] = sizes[:, 1], prefixes
+        self.sequence_lengths = np.zeros(exists.shape, np.int64)
+        self.sequence_lengths[exists] = own
+        self.prefix_lengths = np.zeros(exists.shape, np.int64)
+        self.prefix_lengths[exists] = prefixes
         self.lengths: np.ndarray = self.sequence_lengths.sum(axis=1)
         self.sources: np.ndarray = arrays["_source"]
         sources = sources or [Source(str(folder))]
@@ -113,7 +115,7 @@ class TokenizedDataset:
             _, first, ids = np.unique(arrays["_prompt"], return_index=True, return_inverse=True)
             self.columns["prompt_id"] = first.argsort().argsort()[ids]
         if self.kind == "prompt":
-            self._rows = arrays["_rows"], arrays["_row_size"].cumsum()
+            self._rows, self._row_ends = arrays["_rows"], arrays["_row_size"].cumsum()
 
     def _note_unused(self, sources: list[Source], examples: list[int]) -> None:
         """Note the sources without an example; DataError for a source with a probability or a name."""
@@ -138,24 +140,29 @@ class TokenizedDataset:
         prompt = int(numbers.get("prompt_id", index)) if self.share_prompts else None
         first = self._firsts[index]
         of_example = slice(first, first + np.count_nonzero(self.sequence_lengths[index]))
+        starts, sizes = self._starts[of_example].tolist(), self._sizes[of_example].tolist()
         sequences: list[Sequence] = []
-        for (start, row), (whole, prefix, rank) in zip(
-            self._starts[of_example].tolist(), self._sizes[of_example].tolist()
-        ):
+        for (start, row), (whole, prefix, rank) in zip(starts, sizes):
             per_token = {}
             for name, values in self.token_columns.items():
                 per_token[name] = values[row : row + whole - prefix]
                 if prefix:
                     before = sequences[-1].token_columns[name]
                     per_token[name] = np.append(before[:prefix], per_token[name])
-            ranked = {"rank": rank} if self.kind == "ranked" else {}
-            arrays = (values[start : start + whole] for values in (self._tokens, self._weights))
             if "prompt_length" in numbers:
                 prompt_length = int(numbers["prompt_length"])
             else:
                 # a turn that is trained separately; its last shared token is not left out
                 prompt_length = prefix + 1
-            sequences.append(Sequence(*arrays, per_token, ranked, prompt, prompt_length))
+            sequence = Sequence(
+                self._tokens[start : start + whole],
+                self._weights[start : start + whole],
+                per_token,
+                {"rank": rank} if self.kind == "ranked" else {},
+                prompt,
+                prompt_length,
+            )
+            sequences.append(sequence)
         return Example(index, tuple(sequences), numbers)
 
     @property
@@ -176,8 +183,8 @@ class TokenizedDataset:
 
     def row(self, index: int) -> Row:
         """Return the row that example `index` was read from; only datasets of prompts keep their rows."""
-        rows, ends = self._rows
-        return json.loads(bytes(rows[ends[index - 1] if index else 0 : ends[index]]))
+        start = self._row_ends[index - 1] if index else 0
+        return json.loads(bytes(self._rows[start : self._row_ends[index]]))
 
     def mismatch(self, index: int, other: int) -> Sequence:
         """Join the prompt of example `index` with the answer of `other` (KTO's baseline), cut at max_length."""
@@ -185,8 +192,12 @@ class TokenizedDataset:
         end, start = prompt.prompt_length, answer.prompt_length
         tokens = np.append(prompt.tokens[:end], answer.tokens[start:])
         weights = np.append(prompt.loss_weights[:end], answer.loss_weights[start:])
-        cut = tokens[: self.max_length], weights[: self.max_length]
-        return Sequence(*cut, prompt=prompt.prompt, prompt_length=end)
+        return Sequence(
+            tokens[: self.max_length],
+            weights[: self.max_length],
+            prompt=prompt.prompt,
+            prompt_length=end,
+        )
 
 
 def source_weights(

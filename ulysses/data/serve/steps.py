@@ -72,13 +72,13 @@ class StepLoader:
         if self.only is not None:
             names = np.array(self.dataset.source_names)
             indices = np.flatnonzero(names[self.dataset.sources] == self.only)
-        self._last_order = (-1, indices)  # an epoch and its order
+        self._order, self._order_epoch = indices, -1  # the order made last, and its epoch
         self.examples_per_epoch = len(self.order(0))
         self.steps_per_epoch = math.ceil(self.examples_per_epoch / self.examples_per_step)
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the dataset indices of an epoch in training order, int64 [examples_per_epoch]."""
-        if self.shuffle and self._last_order[0] != epoch:
+        if self.shuffle and self._order_epoch != epoch:
             parts = []
             for source, weight in enumerate(self.dataset.source_weights):
                 members = np.flatnonzero(self.dataset.sources == source)
@@ -91,8 +91,8 @@ class StepLoader:
                 parts += [np.tile(members, copies), members[np.sort(extra)]]
             chosen = np.concatenate(parts)
             mixed = shuffled(len(chosen), self.seed, epoch, 0)
-            self._last_order = (epoch, chosen[mixed])
-        return self._last_order[1]
+            self._order, self._order_epoch = chosen[mixed], epoch
+        return self._order
 
     def indices(self, epoch: int, k: int) -> list[int]:
         """Return the dataset indices of all examples of step k, in the order of the epoch."""
@@ -100,7 +100,7 @@ class StepLoader:
         return self.order(epoch)[start : start + self.examples_per_step].tolist()
 
     def indices_at(self, step: int) -> list[int]:
-        """Return those of a step that is counted over all epochs."""
+        """Return the dataset indices of all examples of a step that is counted over all epochs."""
         return self.indices(*divmod(step, self.steps_per_epoch))
 
     def sets(self) -> dict[str, "StepLoader"]:
@@ -178,9 +178,9 @@ def pack_step(
     count = max(1, -(-sum(tokens) // (tokens_per_microbatch * groups)))
     bins = None
     while bins is None:
-        space = tokens, tokens_per_microbatch, count * groups
+        room = [tokens_per_microbatch] * (count * groups)
         # balanced by cost, else tightly by length: the fullest bin with room wastes least
-        bins = _fill(costs, min, *space) or _fill(tokens, max, *space)
+        bins = _fill(tokens, room, costs, min) or _fill(tokens, room, tokens, max)
         count += 1
 
     # heaviest first, so that neighbours, which run at the same time, have similar work
@@ -189,20 +189,19 @@ def pack_step(
 
 
 def _fill(
-    sizes: Sequence[float],
-    choose: Callable[..., int],
-    tokens: list[int],
-    tokens_per_microbatch: int,
-    count: int,
+    tokens: list[int], room: list[int], sizes: Sequence[float], choose: Callable[..., int]
 ) -> list[list[int]] | None:
     """Put each example, the largest first, into a bin that has room for its tokens; None if one fits into none.
 
-    choose: `min` takes the bin that holds least of `sizes`, `max` the one that holds most.
+    Args:
+        room: the tokens that each bin may hold.
+        sizes: what the examples are measured by.
+        choose: `min` takes the bin that holds least of `sizes`, `max` the one that holds most.
     """
-    bins: list[list[int]] = [[] for _ in range(count)]
-    room, load = [tokens_per_microbatch] * count, [0.0] * count
+    room, load = list(room), [0.0] * len(room)
+    bins: list[list[int]] = [[] for _ in room]
     for i in sorted(range(len(tokens)), key=lambda i: sizes[i], reverse=True):
-        open_bins = [b for b in range(count) if room[b] >= tokens[i]]
+        open_bins = [b for b, left in enumerate(room) if left >= tokens[i]]
         if not open_bins:
             return None
         chosen = choose(open_bins, key=lambda b: load[b])

@@ -24,7 +24,7 @@ The files of a folder:
     weights.float32   of every token; none of documents  NAME.TYPE      a number of each example (_rows: prompts' JSON)
     token_NAME.TYPE   of every token, of trajectories
 
-The prefix of a sequence is the number of its first tokens that it need not repeat after the example's first sequence.
+The prefix of a sequence is the number of its first tokens that it need not repeat after the sequence before it.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, groupby, pairwise, repeat, starmap
+from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -177,9 +177,8 @@ class Tokenising:
 
     def _encoded(self, report: Report) -> Iterator[Any]:
         """Yield what `encode` makes of batches of rows, in the order of the rows, and count it in `report`."""
-        bar = {"desc": "tokenising", "unit": "rows", "delay": BAR_AFTER_SECONDS}
         rows = locate_rows(self.sources, report, self.settings.eval_fraction, self.held_out)
-        rows = progress(rows, **bar)
+        rows = progress(rows, desc="tokenising", unit="rows", delay=BAR_AFTER_SECONDS)
         batches = _batches(filter(None, rows))
         for encoded, counted in in_order(self.encode, batches, self.settings.workers):
             report.add(counted)
@@ -201,8 +200,10 @@ class Tokenising:
                 if self.kind == "trajectory":
                     from ulysses.data.read.trajectories import read_trajectory
 
-                    limits = self.vocabulary, self.settings.max_length
-                    encoded.append(read_trajectory(row, source.columns, *limits))
+                    longest = self.settings.max_length
+                    encoded.append(
+                        read_trajectory(row, source.columns, self.vocabulary, longest)
+                    )
                     continue
                 for record in read_row(row.value, source, self.kind, note, variables):
                     if self.kind == "text":
@@ -233,7 +234,7 @@ class Tokenising:
         is_conversation = self.kind == "sequence"
         encoded = self.encoder.encode_batch(texts, as_whole=is_conversation)
         if is_conversation and self.settings.train_on == "all":
-            encoded = [(ids, [1.0] * len(ids)) for ids, _ in encoded]
+            encoded = [Encoded(ids, [1.0] * len(ids)) for ids, _ in encoded]
             if record.answers[0][-1].role != "assistant":
                 note("turns after the last answer left out")
         # answers to one prompt are cut together; turns that are trained separately are cut each for itself
@@ -261,11 +262,15 @@ class Tokenising:
         self, row: RawRow, record: Record, sequences: list[Encoded], prompt_length: int
     ) -> Columns:
         """Return an example as the files hold it."""
-        prefixes = [0, *starmap(common_prefix, pairwise(sequences))]
-        ranks, sizes = record.ranks if self.kind == "ranked" else repeat(0), []
-        for (ids, _), prefix, rank in zip(sequences, prefixes, ranks):
-            sizes += len(ids), prefix, rank
-        tokens, weights = ([*chain(*parts)] for parts in zip(*sequences))
+        tokens: list[int] = []
+        weights: list[float] = []
+        sizes: list[int] = []
+        for i, (ids, weights_of_ids) in enumerate(sequences):
+            prefix = common_prefix(sequences[i - 1], sequences[i]) if i else 0
+            rank = record.ranks[i] if self.kind == "ranked" else 0
+            sizes += [len(ids), prefix, rank]
+            tokens += ids
+            weights += weights_of_ids
         columns: Columns = {
             **record.numbers,
             "tokens": np.array(tokens, np.int32),
@@ -312,9 +317,10 @@ class Tokenising:
         Raises DropRowError, or with truncation = "error" a DataError, for sequences that cannot be trained on.
         """
         limit, truncation = self.settings.max_length, self.settings.truncation
-        longest, (first, _) = max(len(ids) for ids, _ in sequences), sequences[0]
+        first = sequences[0].ids
         if not first:
             raise DropRowError("the chat template writes nothing")
+        longest = max(len(sequence.ids) for sequence in sequences)
         if longest > limit and truncation == "drop":
             raise DropRowError("longer than max_length")
         if longest > limit and truncation == "error":
@@ -337,11 +343,12 @@ class Tokenising:
             room_beside_answer = limit - (longest - prompt_length)
             least_prompt = max(1, min(prompt_length, limit // 4))
             removed = max(0, prompt_length - max(room_beside_answer, least_prompt))
-        start = int(first[0] == self.encoder.bos)  # BOS stays
-        cut = [
-            tuple((values[:start] + values[start + removed :])[:limit] for values in sequence)
-            for sequence in sequences
-        ]
+        start = 1 if first[0] == self.encoder.bos else 0  # BOS stays
+
+        def shortened(values: list[Any]) -> list[Any]:
+            return (values[:start] + values[start + removed :])[:limit]
+
+        cut = [Encoded(shortened(ids), shortened(weights)) for ids, weights in sequences]
         if self.kind != "prompt" and not all(any(weights[1:]) for _, weights in cut):
             after = " after truncation" if longest > limit else ""
             raise DropRowError(f"no trained token is left{after}")
@@ -375,10 +382,11 @@ def _cut_documents(
     eos = np.array([encoder.eos], np.int32)
     bos = eos[:0] if encoder.bos is None else np.array([encoder.bos], np.int32)
     for (_, source), document in groupby(parts, key=itemgetter(0, 1)):
-        left = bos
-        for *_, tokens in chain(document, [(eos,)]):
+        left, more = bos, (tokens for _, _, tokens in document)
+        for tokens in chain(more, [eos]):
             left = np.append(left, tokens)
-            while len(left) > limit or (tokens is eos and len(left) > 1):
+            is_complete = tokens is eos
+            while len(left) > limit or (is_complete and len(left) > 1):
                 piece = left[:limit]
                 size = [len(piece), 0, 0]
                 yield {"tokens": piece, "_sizes": size, "_counts": [1], "_source": [source]}
@@ -409,7 +417,7 @@ def common_prefix(first: Encoded, other: Encoded) -> int:
     The last token in common is not left out, for it predicts the first token that differs.
     """
     count = 0
-    for token, other_token, weight in zip(first[0], *other):
+    for token, other_token, weight in zip(first.ids, other.ids, other.weights):
         if token != other_token or (count and weight):
             break
         count += 1

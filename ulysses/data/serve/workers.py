@@ -67,7 +67,8 @@ def _in_processes(
                 stopping.callback(process.kill)
                 theirs.close()
             else:
-                yield _result(pipe := busy.popleft())
+                pipe = busy.popleft()
+                yield _result(pipe)
             # a process that has died is named when its result is taken
             with suppress(OSError):
                 pipe.send(batch)
