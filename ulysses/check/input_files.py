@@ -6,7 +6,7 @@ RunInputs is what the checks hand to the run.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from itertools import chain, zip_longest
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -206,10 +206,12 @@ def check_weights(
             f"{folder.absolute()} has a config.json with a vision model but holds no tensors of one; complete the "
             "files, or write its text_config alone as config.json"
         )
-    packed = {t.is_packed for name, t in files.tensors.items() if name.endswith("_proj.weight")}
-    if True in packed and (quantize != "nf4" or False in packed):
+    matrices = [t for name, t in files.tensors.items() if name.endswith("_proj.weight")]
+    any_packed = any(t.is_packed for t in matrices)
+    all_packed = all(t.is_packed for t in matrices)
+    if any_packed and (quantize != "nf4" or not all_packed):
         raise ValueError(
-            f"{folder.absolute()} holds {'some ' if False in packed else ''}matrices quantised to NF4; set "
+            f"{folder.absolute()} holds {'' if all_packed else 'some '}matrices quantised to NF4; set "
             'model.quantize = "nf4" and model.lora.rank if all matrices of the layers are, or use the model that they '
             "were made from"
         )
@@ -234,21 +236,27 @@ def initial_weights(
         learnt = shape.eos_token_id if pretrained else ()
         ends = {template.end_of_turn, template.encoder.eos, *learnt}
         shape = replace(shape, eos_token_id=tuple(sorted(ends)))
-    source, rows = folder if pretrained else None, {}
+    source = folder if pretrained else None
     continues = False
     if source and (source / ADAPTER_CONFIG).is_file():
-        continues = name_of_base(source)[0] == config.model.path
+        base, _ = name_of_base(source)
+        continues = base == config.model.path
+    rows: dict[int, list[int]] = {}
     if added := config.model.add_tokens:
         before = load_tokenizer(tokenizer_path, **config.model.special_tokens)
-        pieces = [before.encode(text, add_special_tokens=False) for text in added]
+        for text, row in zip(added, tokenizer.convert_tokens_to_ids(added)):
+            pieces = rows[row] = before.encode(text, add_special_tokens=False)
         # rows that only fill the vocabulary up (model.pad_vocabulary) are made like the last token's
-        numbers = [
-            *tokenizer.convert_tokens_to_ids(added),
-            *range(len(tokenizer), shape.vocab_size),
-        ]
-        rows = dict(zip_longest(numbers, pieces, fillvalue=pieces[-1]))
-    origin = config.run.seed, source, config.model.quantize
-    return shape, InitialWeights(shape, *origin, new_rows=rows, continues=continues)
+        for row in range(len(tokenizer), shape.vocab_size):
+            rows[row] = pieces
+    return shape, InitialWeights(
+        shape,
+        config.run.seed,
+        source,
+        config.model.quantize,
+        new_rows=rows,
+        continues=continues,
+    )
 
 
 # ---------------------------------------------------------------- tokenizer
@@ -308,7 +316,7 @@ def read_tokenizer(
         with error_context("run.samples"):
             for text in samples if isinstance(samples, list) else ():
                 prompt = template.render([Message("user", text)])
-                if len(template.encoder.encode_batch(prompt)[0][0]) >= window:
+                if len(template.encoder.encode_batch(prompt)[0].ids) >= window:
                     raise ValueError(
                         f"the model's window of {window:,} tokens is too short for {text[:40]!r} and an answer"
                     )

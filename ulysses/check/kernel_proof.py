@@ -40,10 +40,10 @@ def choose_kernel(
     is_short = stage.requirements.longest_example <= SHORT
     if name == "auto" and device == "cuda" and model.dtype == "bfloat16" and is_short:
         name = "torch"
-    case = device, getattr(torch, model.dtype), shape.head_dim
+    dtype = getattr(torch, model.dtype)
     with error_context("model.attention"):
         for window in (*shape.windows, None):  # the last one, without a window, is reported
-            kernel = resolve_kernel(name, *case, window=window)
+            kernel = resolve_kernel(name, device, dtype, shape.head_dim, window=window)
     if shape.delta and _needs_delta_kernels(config, name, device):
         from models.ops.delta_kernels import check_installed
 

@@ -195,9 +195,12 @@ def remarks(inputs: RunInputs, loader: StepLoader) -> Iterator[str]:
             f"a step takes {loader.examples_per_step} examples (batch.examples) but the data has only {per_epoch}: "
             "every step trains on all of them"
         )
-    rest, parts = per_epoch % loader.examples_per_step or examples, config.ppo.minibatches
-    if rest < parts:
+    last = (
+        per_epoch % loader.examples_per_step or examples
+    )  # a whole step, if none is left over
+    parts = config.ppo.minibatches
+    if last < parts:
         yield (
-            f"the last rollout of an epoch has {rest} prompts for {parts} minibatches (ppo.minibatches): "
-            f"{parts - rest} steps of each pass train nothing"
+            f"the last rollout of an epoch has {last} prompts for {parts} minibatches (ppo.minibatches): "
+            f"{parts - last} steps of each pass train nothing"
         )

@@ -130,16 +130,19 @@ def check_disk(stage: Stage, shape: ModelConfig, resume_from: Path | None) -> st
             "another folder"
         )
     free = shutil.disk_usage(nearest).free
-    for file in (f for name in ("checkpoints", "export") for f in (output / name).rglob("*")):
-        with suppress(OSError):
-            free += file.lstat().st_size
+    for name in ("checkpoints", "export"):
+        for file in (output / name).rglob("*"):
+            with suppress(OSError):
+                free += file.lstat().st_size
     trained = planner_model(stage, shape).trained
     export = trained * getattr(torch, config.export_dtype).itemsize if run.export else 0
-    # how many checkpoints a setting makes
+    counts = {"run.save_last": 0}  # the checkpoints that a setting makes
     if run.save_every:
         counts = {"run.save_every": 2 + (run.keep or run.steps // run.save_every)}
-    else:  # a run that continues a checkpoint keeps it until the last one is written
-        counts = {"run.save_last": (2 if resume_from else 1) if run.save_last else 0}
+    elif (
+        run.save_last
+    ):  # a run that continues a checkpoint keeps it until the last one is written
+        counts["run.save_last"] = 2 if resume_from else 1
     if run.save_minutes:
         counts["run.save_minutes"] = 1 + run.keep
     for setting, count in counts.items():
@@ -284,9 +287,11 @@ def resume_point(run: RunSection) -> Path | None:
         chosen = Path(run.resume)
         with error_context("run.resume"):
             read_run_state(chosen)
-    # how many of them the run continues: the chosen one, which may be named by a link, and those before it
-    continued = [n for n, path in enumerate(saved, 1) if chosen and path.samefile(chosen)]
-    if later := saved[max(continued, default=0) :]:
+    later = saved  # checkpoints that the run does not continue
+    for number, path in enumerate(saved, 1):
+        if chosen and path.samefile(chosen):  # it may be named by a link
+            later = saved[number:]
+    if later:
         names = ", ".join(path.name for path in later)
         raise ValueError(
             f'run.output {run.output} already holds checkpoints; set run.resume = "auto" to continue the '
@@ -314,10 +319,9 @@ def digests_of_inputs(
             shape = "" if setting == TRAINED_MODEL else str(weights.shape)
             content = content_digest(weights.paths, Path(config.data.cache))
             digests[f"the weights of {setting}"] = digest_of_value([shape, content])
-    for reward in filter(
-        is_function, (*config.ppo.reward, *filter(None, [config.ppo.rollout]))
-    ):
-        module = sys.modules.get(reward.partition(":")[0])
-        if "//" not in reward and (file := getattr(module, "__file__", None)):
-            digests[f"the lines of {reward}"] = digest_of(Path(file))
+    for function in (*config.ppo.reward, config.ppo.rollout):
+        if is_function(function) and "//" not in function:
+            module = sys.modules.get(function.partition(":")[0])
+            if file := getattr(module, "__file__", None):
+                digests[f"the lines of {function}"] = digest_of(Path(file))
     return digests

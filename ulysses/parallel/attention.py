@@ -351,8 +351,9 @@ class UlyssesAttention(nn.Module):
         window = self.window
         if window and plan.longest <= window:
             window = None  # the window cuts no document
-        case = query.device, query.dtype, self.head_dim
-        name = resolve_kernel(self.kernel, *case, window=window).name
+        name = resolve_kernel(
+            self.kernel, query.device, query.dtype, self.head_dim, window=window
+        ).name
 
         def inputs(call: VarlenCall) -> Inputs:
             rows, keys, _, causal = call
