@@ -34,7 +34,8 @@ class SelfAttention(nn.Module):
         self.head_dim, self.has_gate = E, family.output_gate
         width, kv_width = config.num_attention_heads * E, config.num_key_value_heads * E
         # with a gate, the rows of every head's query are followed by those of its gate
-        self.q_proj = linear(D, width * (1 + self.has_gate), bias=config.attention_bias)
+        q_width = 2 * width if self.has_gate else width
+        self.q_proj = linear(D, q_width, bias=config.attention_bias)
         self.k_proj = linear(D, kv_width, bias=config.attention_bias)
         self.v_proj = linear(D, kv_width, bias=config.attention_bias)
         self.o_proj = linear(width, D, bias=config.output_bias)

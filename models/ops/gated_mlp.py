@@ -94,13 +94,12 @@ class SecondHalf(NamedTuple):
     tile: int = TILE_ROWS
 
     def run(self, rows: Tensor) -> tuple[Tensors, Saved]:
-        out, saved = self._forward(rows, slice(0, len(rows)))
+        out, saved = self._forward(rows, slice(len(rows)))
         return [out.add_(rows)], (rows, *saved)
 
     def run_back(self, saved: Saved, grads: Tensors, sums: GradientSums) -> Tensors:
-        rows, *of_forward = saved
-        every_row = slice(0, len(rows))
-        return [self._backward(rows, grads[0].contiguous(), every_row, of_forward, sums)]
+        rows, *kept = saved
+        return [self._backward(rows, grads[0].contiguous(), slice(len(rows)), kept, sums)]
 
     @torch.no_grad()
     def add_tiles(self, rows: Tensor) -> Tensor:
@@ -119,7 +118,7 @@ class SecondHalf(NamedTuple):
         tile, grad = tile_rows(len(rows), self.tile), grad.contiguous()
         sums = GradientSums(tile >= len(rows))
         if sums.whole:
-            to_rows = self._backward(rows, grad, slice(0, len(rows)), (), sums)
+            to_rows = self._backward(rows, grad, slice(len(rows)), (), sums)
         else:
             to_rows = torch.empty_like(rows)
             for part in tiles(len(rows), tile):

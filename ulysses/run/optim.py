@@ -35,11 +35,12 @@ def parameter_groups(
             # the biases of experts have two dimensions
             decays = len(shape) > 1 and "_bias" not in name
             members[scope, decays, p.dtype].append(p)
-    groups = []
-    for (scope, decays, _), parameters in members.items():
-        decay = weight_decay if decays else 0.0
-        groups.append(ParameterGroup(parameters, decay, scope, rates[scope], **adamw))
-    return groups
+    return [
+        ParameterGroup(
+            parameters, weight_decay if decays else 0.0, scope, rates[scope], **adamw
+        )
+        for (scope, decays, _), parameters in members.items()
+    ]
 
 
 def learning_rate(step: int, total: int, config: OptimizerSection) -> float:

@@ -33,7 +33,7 @@ class Stragglers:
         share = self._share()  # begins after the first step, which takes longer than others
         if step % STEPS == 0:
             for rank in range(self.mesh.world_size):
-                metrics.add(f"waits/{rank}", share * (rank == self.mesh.rank))
+                metrics.add(f"waits/{rank}", share if rank == self.mesh.rank else 0.0)
 
     def _share(self) -> float:
         """Return for what share of the time since the last call this rank's GPU waited; 0 without one."""

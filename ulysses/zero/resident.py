@@ -11,7 +11,6 @@ freed. DeepSpeed is not even imported.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from statistics import mode
 from typing import Any
 
@@ -75,16 +74,13 @@ class ResidentWeights:
         of_units = {p for of_unit in parameters_of.values() for p in of_unit}
         # the model's forward waits for the parameters that belong to no unit
         parameters_of[model] = [p for p in self._parameters if p not in of_units]
-        self._hooks: list[Any] = []
-        if self.world > 1:
-            for module, parameters in parameters_of.items():
-                hook = partial(self._wait_before, parameters)
-                self._hooks.append(module.register_forward_pre_hook(hook))
+        self._parameters_of = parameters_of if self.world > 1 else {}
+        self._hooks = [m.register_forward_pre_hook(self._begins) for m in self._parameters_of]
         self.written(self._parameters)
 
-    def _wait_before(self, parameters: Iterable[nn.Parameter], *_: Any) -> None:
-        """Wait for the parameters of the module whose forward pass begins."""
-        self.wait(parameters)
+    def _begins(self, module: nn.Module, _: Any) -> None:
+        """Wait for the parameters of a module whose forward pass begins."""
+        self.wait(self._parameters_of[module])
 
     def forward_pass(self) -> AbstractContextManager[None]:
         """Each unit waits for its weights by itself."""
@@ -115,13 +111,13 @@ class ResidentWeights:
         with gathers as handle:
             for parameter in parameters:
                 dist.all_gather_into_tensor(parameter.shard.whole, parameter.shard.local)
-        if handle is not None:
-            self._coming |= dict.fromkeys(parameters, handle)
+        self._coming |= dict.fromkeys(parameters, handle)
 
     def wait(self, parameters: Iterable[nn.Parameter]) -> None:
         """Wait for those of these parameters that are still on their way."""
         # parameters that are gathered together have one handle, for which one wait is enough
-        handles = {self._coming.pop(p) for p in parameters if p in self._coming}
+        handles = {self._coming.pop(p, None) for p in parameters}
+        handles.discard(None)
         for handle in handles:
             handle.wait()
 
