@@ -278,12 +278,13 @@ class _LinearLogProbs(torch.autograd.Function):
             else:
                 gradient = _logit_gradient(
                     logits.sub_(lse[rows, None]),
-                    safe[rows, None],
-                    g_logp[rows, None],
-                    _column(g_entropy, rows),
-                    _column(g_lse, rows),
-                    _column(g_mean, rows),
-                    _column(entropy, rows),
+                    rows,
+                    safe,
+                    g_logp,
+                    g_entropy,
+                    g_lse,
+                    g_mean,
+                    entropy,
                 ).to(tiles.weight.dtype)
             del logits
             tiles.add(rows, gradient, scale)
@@ -360,12 +361,9 @@ def _takes_kernel(logits: Tensor) -> bool:
     return is_float32 and logprobs_triton.triton is not None
 
 
-def _column(values: Tensor | None, rows: slice) -> Tensor | None:
-    return None if values is None else values[rows, None]
-
-
 def _logit_gradient(
     logp: Tensor,
+    rows: slice,
     targets: Tensor,
     g_logp: Tensor,
     g_entropy: Tensor | None,
@@ -375,18 +373,20 @@ def _logit_gradient(
 ) -> Tensor:
     """Return d/dlogits = p (g_lse - g_logp - g_entropy (log p + H)) + g_mean / V + g_logp onehot(target).
 
-    logp [R, V] is overwritten; everything else is a column [R, 1].
+    logp [R, V] is overwritten. Everything else is of all positions [M], of which `rows` are the R of the tile.
     """
+    targets, g_logp = targets[rows, None], g_logp[rows, None]
     at_logp = logp.gather(1, targets)
-    at_factor = torch.zeros_like(at_logp) if g_lse is None else g_lse
+    at_factor = torch.zeros_like(at_logp) if g_lse is None else g_lse[rows, None]
     tile, factor = logp.exp(), at_factor - g_logp
     if g_entropy is not None and entropy is not None:
+        g_entropy, entropy = g_entropy[rows, None], entropy[rows, None]
         at_factor = at_factor - g_entropy * (at_logp + entropy)
         factor = logp.add_(entropy).mul_(-g_entropy).add_(factor)
     tile.mul_(factor)
     at_target = at_logp.exp() * at_factor - g_logp * at_logp.expm1()
     if g_mean is not None:
-        flat = g_mean / logp.shape[1]
+        flat = g_mean[rows, None] / logp.shape[1]
         tile.add_(flat)
         at_target.add_(flat)
     return tile.scatter_(1, targets, at_target)

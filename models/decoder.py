@@ -47,10 +47,15 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         attention_by_window = {
             window: UlyssesAttention(
-                mesh, *heads, attention, window=window, softmax_scale=config.softmax_scale
+                mesh,
+                config.num_attention_heads,
+                config.num_key_value_heads,
+                config.head_dim,
+                attention,
+                window=window,
+                softmax_scale=config.softmax_scale,
             )
             for window in (None, config.sliding_window)
         }

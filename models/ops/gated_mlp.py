@@ -72,9 +72,10 @@ class FeedForward(Protocol):
     def backward(
         self, x: Tensor, grad: Tensor, part: slice, saved: list[Tensor], sums: GradientSums
     ) -> Tensor:
-        """Return the gradient of x, and add those of what is trained to `sums`; `saved` may be empty.
+        """Return the gradient of x, and add the gradients of what is trained to `sums`.
 
-        It is taken out of the list, so that its memory is free as soon as it has been used.
+        `saved` is what `forward` returned, or empty. Its tensors are taken out of the list, so that their memory is
+        free as soon as they have been used.
         """
 
 

@@ -134,7 +134,7 @@ def recorded(operation: Operation, *inputs: Tensor) -> tuple[Tensor, ...]:
 
 
 def trained(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return those of these tensors that are trained."""
+    """Return the trained ones among the tensors."""
     return [t for t in tensors if t is not None and t.requires_grad]
 
 
@@ -161,7 +161,7 @@ class Products:
 
     Forward leaves here what backward needs, so that the next tile may begin when backward is done.
 
-    tensors: those that are trained, as modules list them.
+    tensors: the trained ones among weights, biases and the adapters' a and b.
     narrow: scale * x a^T of all adapters, [S, r] of each, side by side.
     mask: of x [S, D]: 0 where adapters drop an input, and elsewhere what dropout scales it by.
     """
@@ -185,7 +185,7 @@ class Products:
         return self.narrow, self.mask
 
     def start(self, rows: Tensor) -> None:
-        """Draw what adapters drop of such rows [S, D]; `forward` does so itself."""
+        """Draw which inputs the adapters drop of rows [S, D]; `forward` calls it, and a backward that skips `forward` must."""
         self.mask = self.narrow = None
         if any(x.dropout for x in self.adapters):
             self.mask = F.dropout(torch.ones_like(rows), self.adapters[0].dropout)
@@ -238,7 +238,7 @@ class Products:
         return total  # type: ignore[no-any-return]
 
     def gradients(self, grad: Tensor, x: Tensor, sums: GradientSums) -> None:
-        """Add the gradients of what is trained; after `back`."""
+        """Add the gradients of the trained tensors to `sums`; `back` is called before."""
         uses_all_rows = all(m.row_index is None for m in self.matrices)
         grads = grad.split(self.widths, 1)
         if uses_all_rows:

@@ -136,7 +136,7 @@ def read_shape(config: Config, need_weights: bool = True) -> tuple[ModelConfig, 
             raw = architecture(model.arch).to_hf()
         if model.config or folder is None:
             raw.pop("rope_parameters", None)  # model.config may have either style of them
-            for name in model.config:  # under another name `raw` may say the same
+            for name in model.config:  # `raw` may have the field under its other name
                 raw.pop(name, None)
                 raw.pop(SYNONYMS.get(name, ""), None)
             shape = ModelConfig.from_hf({**raw, **model.config}, **rope)

@@ -26,8 +26,8 @@ CREDENTIALS = re.compile(
     r"[A-Za-z0-9]{16,}[\w.-]*",
     re.I,
 )
-# What no output shows: all of these, what follows "Bearer", and keys of Weights & Biases. The older ones have 40
-# hexadecimal digits, as many as the revision of a model, which is shown.
+# Texts that no output shows: CREDENTIALS, what follows "Bearer", and keys of Weights & Biases. Of these keys the older
+# ones have 40 hexadecimal digits, as many as the revision of a model, which is shown.
 SECRETS = re.compile(
     CREDENTIALS.pattern
     + r"""|\bBearer\s+[^\s"']+|\bwandb_v\d+_\w+|\blocal-[0-9a-f]{40}"""

@@ -139,11 +139,10 @@ class Gradients:
 
     def apply_factors(self) -> None:
         """Multiply every slice by its factor, and forget the statistics, because the slices are about to change."""
-        scaled = [
-            (e.grad, self.factors[e.scope]) for e in self.entries if self.factors[e.scope] != 1
-        ]
-        if scaled:
-            torch._foreach_mul_(*map(list, zip(*scaled)))
+        for scope, factor in self.factors.items():
+            if factor != 1:
+                grads = [e.grad for e in self.entries if e.scope == scope]
+                torch._foreach_mul_(grads, factor)
         self.factors = dict.fromkeys(self.factors, 1.0)
         self._statistics.clear()
 

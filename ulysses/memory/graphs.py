@@ -94,9 +94,9 @@ class LayerGraphs:
 
     def _fits(self, hidden: Tensor) -> bool:
         """Tell whether a graph may run every layer for other documents than those it was recorded with."""
-        case = hidden.device, hidden.dtype
         return hidden.is_cuda and all(
-            x.mlp.fits_graphs and x.mixer.fits_graphs(*case) for x in self.layers
+            x.mlp.fits_graphs and x.mixer.fits_graphs(hidden.device, hidden.dtype)
+            for x in self.layers
         )
 
 

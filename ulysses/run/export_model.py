@@ -83,9 +83,9 @@ def save_tokenizer(inputs: RunInputs, target: Path) -> None:
                 special["eos_token"] = tokenizer.convert_ids_to_tokens(
                     inputs.template.end_of_turn
                 )
+                written = replace(inputs.shape, around="").to_hf()
                 with _edited(new / GENERATION) as generation:
                     for name in ("bos_token_id", "eos_token_id"):
-                        written = replace(inputs.shape, around="").to_hf()
                         if (token := written[name]) is not None:
                             generation[name] = token
         with _edited(new / "tokenizer_config.json") as settings:

@@ -327,7 +327,7 @@ class TrainingRun:
         return sample(self.trainer, prompts)
 
     def learn(self, rows: list[dict[str, object]]) -> Metrics:
-        """Train on a rollout of trajectories (docs/ppo.md), and return the metrics of its last step; as `sample`."""
+        """Train on a rollout of trajectories (docs/ppo.md) and return the last step's metrics; all ranks call it together."""
         from ulysses.run.own_loop import learn
 
         self._open_log()

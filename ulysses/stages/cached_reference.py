@@ -8,7 +8,6 @@ need not lie on a shared disk, but may.
 """
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -92,7 +91,8 @@ def read_reference(
             if local_rank() == 0:
                 digest = write_digested(temporary, chunks, 4 * total)
                 _publish(path, digest_file, temporary, digest)
-            deque(chunks, maxlen=0)
+            for _ in chunks:
+                pass
         gather(None)  # no node reads a file that is still written
     with error_context("data.cache"):
         check_once(digest_file, path.parent, digest_file)

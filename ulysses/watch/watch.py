@@ -346,7 +346,8 @@ class Watch:
         world, patience = environment.world_size(), max(self.timeout, SILENT_SECONDS)
         launcher = os.getppid() if world > 1 or environment.launchers() else os.getpid()
         # where there are other processes, they tell it first, unless their interpreters are held too
-        patience += 2 * SILENT_SECONDS * (world > 1)
+        if world > 1:
+            patience += 2 * SILENT_SECONDS
         watchdog = subprocess.Popen(
             [sys.executable, "-P", Path(__file__).with_name("watchdog.py"),
              *map(str, (launcher, patience, world, f"rank 0 on {NODE}"))],
@@ -410,14 +411,16 @@ def report_failure(error: BaseException, *, debug: bool) -> None:
     A stack trace comes with errors that may be our own: not with non-finite numbers, a disk's failures, or those of the
     user's code and servers. With `debug` every process prints its own trace.
     """
-    memory = "; has this process no memory left?" * isinstance(error, MemoryError)
-    reason, trace = str(error) or f"no reason is given{memory}", ""
+    reason, trace = str(error) or "no reason is given", ""
+    if not str(error) and isinstance(error, MemoryError):
+        reason += "; has this process no memory left?"
     if debug:
         traceback.print_exception(error)
     if not isinstance(error, FloatingPointError | DiskError | UserCodeError):
         reason = ": ".join([*getattr(error, "__notes__", ()), type(error).__name__, reason])
         # an exception such as KeyboardInterrupt comes from outside, and need not come again
-        reason += f"; {ADVICE}" * (not isinstance(error, Exception))
+        if not isinstance(error, Exception):
+            reason += f"; {ADVICE}"
         trace = "" if debug else "".join([*traceback.format_exception(error), "\n"])
     reason = SECRETS.sub("***", f"{trace}error: rank {environment.rank()}, {reason}")
     store = common_store()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -148,7 +148,7 @@ class TrainedEngine(ZeroEngine):
         with self.weights.rewritten():
             for sub_group in self.sub_groups:
                 group = sub_group.group
-                grads = [e.grad for e in islice(entries, len(sub_group.parameters))]
+                grads = [next(entries).grad for _ in sub_group.parameters]
                 sub_group.update(grads, lr * group.lr_factor, gradients.factors[group.scope])
                 self.weights.written(sub_group.parameters)
         self.reduction.forget()
@@ -204,11 +204,11 @@ def full_parameters(
     exact: bool = False,
     device: torch.device | str = "cpu",
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the name and the whole value of every wanted parameter in the model's order, `without` those prefixes.
+    """Yield name and whole value of every wanted parameter, in the model's order.
 
-    Values are on rank 0 only, in the memory of `device`; other ranks get None. All ranks must iterate together. No rank
-    ever holds the parameters of more than one module. With `exact`, trained parameters are the master weights in
-    float32, in host memory.
+    Parameters whose names begin with a prefix in `without` are left out. Values are on rank 0 only, in the memory of
+    `device`; other ranks get None. All ranks must iterate together. No rank ever holds the parameters of more than one
+    module. With `exact`, trained parameters are the master weights in float32, in host memory.
     """
     masters = {s.name: s for s in engine.slices} if exact else {}  # type: ignore[attr-defined]
     main = dist.get_rank() == 0
@@ -218,14 +218,14 @@ def full_parameters(
         if wanted(name) and not name.startswith(without)
     )
     with streaming_memory():
-        for _, of_module in groupby(chosen, lambda item: item[0].rpartition(".")[0]):
-            names, parameters = zip(*of_module)
-            with engine.weights.whole(parameters), torch.no_grad():
-                values = [
-                    p.detach().to(device, copy=True) if main and name not in masters else None
-                    for name, p in zip(names, parameters)
-                ]
-            for name, value in zip(names, values):
+        for _, items in groupby(chosen, lambda item: item[0].rpartition(".")[0]):
+            of_module = dict(items)
+            values: dict[str, Tensor | None] = dict.fromkeys(of_module)
+            with engine.weights.whole(of_module.values()), torch.no_grad():
+                for name, p in of_module.items():
+                    if main and name not in masters:
+                        values[name] = p.detach().to(device, copy=True)
+            for name, value in values.items():
                 if name in masters:
                     value = masters[name].whole_master(engine.device)
                 yield name, value

@@ -84,12 +84,15 @@ class OnePassSubGroup(SubGroup):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # of every block: where it begins in the master, its elements, the address of its weights, the number of its
+        # gradient, and where it begins in that
         blocks, numbers, start = [], [_ALIGNED], 0
         for index, (weight, length) in enumerate(zip(self.weights, self.lengths)):
             address = weight.data_ptr()
             at = torch.arange(0, length, _BLOCK)
             left, places = (length - at).clamp(max=_BLOCK), address + at * weight.element_size()
-            blocks.append(torch.stack((start + at, left, places, 0 * at + index, at), 1))
+            grads = torch.full_like(at, index)
+            blocks.append(torch.stack((start + at, left, places, grads, at), 1))
             numbers += start, length, address
             start += len(weight)
         self._places = torch.cat(blocks).to(self.master.device)

@@ -62,7 +62,7 @@ class ResidentWeights:
 
     Args:
         model: from `build_whole`.
-        units: modules each of which waits for its own weights alone.
+        units: modules; each waits for its own weights alone.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
@@ -101,7 +101,7 @@ class ResidentWeights:
         yield
 
     def written(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Begin to bring every rank's new slices of these to all ranks; `wait` for them before reading any."""
+        """Begin to bring every rank's new slices of the parameters to all ranks; `wait` before any of them is read."""
         if self.world == 1:
             return
         parameters = list(parameters)
@@ -114,7 +114,7 @@ class ResidentWeights:
         self._coming |= dict.fromkeys(parameters, handle)
 
     def wait(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Wait for those of these parameters that are still on their way."""
+        """Wait for the gathers of these parameters that have not ended yet."""
         # parameters that are gathered together have one handle, for which one wait is enough
         handles = {self._coming.pop(p, None) for p in parameters}
         handles.discard(None)

@@ -113,7 +113,7 @@ class SubGroup:
         return whole.narrow(0, offset, length)
 
     def restore(self, kind: str, offset: int, values: Tensor) -> None:
-        """Take back what `state` returned and the caller wrote to; here it is the state itself, so nothing is done."""
+        """Store what the caller has written into the tensor of `state`; here that tensor is the state itself."""
 
     @property
     def updates(self) -> int:

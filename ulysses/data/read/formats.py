@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain, cycle
+from itertools import chain
 from math import prod
 
 from ulysses.data import BadRowError, DataError, DropRowError
@@ -356,8 +356,10 @@ def _instruction(row: Row) -> Messages:
         isinstance(turn, list) and len(turn) == 2 for turn in history
     ):
         raise BadRowError("'history' must be a list of [user, assistant] pairs")
-    turns = zip(cycle(("user", "assistant")), chain(*history))
-    before = [Message(role, string(text, "history")) for role, text in turns]
+    before = []
+    for question, answer in history:
+        before.append(Message("user", string(question, "history")))
+        before.append(Message("assistant", string(answer, "history")))
     return before + _user("\n".join(filter(None, asked)))
 
 

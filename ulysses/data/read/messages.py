@@ -25,9 +25,9 @@ ROLES = {
 # Marks of how much a message counts in the loss. A message has them, or its row has a list of them. Several are
 # multiplied, so that a message which one of them marks with 0 or false is not trained.
 WEIGHT_KEYS = (
-    *("loss_weight", "weight", "train", "loss", "loss_mask", "loss_masks", "loss_weights"),
-    *("training", "trainable", "train_turn", "train_on_turn"),
-)
+    "loss_weight", "weight", "train", "loss", "loss_mask", "loss_masks", "loss_weights", "training", "trainable",
+    "train_turn", "train_on_turn",
+)  # fmt: skip
 THINKING_PARTS = ("reasoning", "thinking")  # types of parts of a content
 THINKING_KEYS = ("reasoning_content", *THINKING_PARTS)  # of a message, besides its content
 LARGEST = 1e30  # a number of a row with which float32 can still count

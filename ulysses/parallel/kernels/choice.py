@@ -201,11 +201,11 @@ def _kernel_for(name: str, inputs: Inputs, documents: DocumentBounds) -> str:
     q = inputs.q
     if not q.is_cuda:
         return "cpu" if name == "torch" else name
-    case = q.device, q.dtype, q.shape[-1], inputs.window
     if q.numel() >= CUDNN_ELEMENTS:
         name = "torch" if name == "cudnn" else name
-    elif name == "torch" and is_worth_plans(documents) and not _why_not("cudnn", *case):
-        name = "cudnn"
+    elif name == "torch" and is_worth_plans(documents):
+        if not _why_not("cudnn", q.device, q.dtype, q.shape[-1], inputs.window):
+            name = "cudnn"
     return "short" if name in VARLEN and short.usable(inputs, documents) else name
 
 
