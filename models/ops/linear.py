@@ -185,7 +185,7 @@ class Products:
         return self.narrow, self.mask
 
     def start(self, rows: Tensor) -> None:
-        """Draw which inputs the adapters drop of rows [S, D]; `forward` calls it, and a backward that skips `forward` must."""
+        """Draw which inputs adapters drop of rows [S, D]; `forward` does so itself, and a backward without it must."""
         self.mask = self.narrow = None
         if any(x.dropout for x in self.adapters):
             self.mask = F.dropout(torch.ones_like(rows), self.adapters[0].dropout)

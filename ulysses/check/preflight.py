@@ -195,9 +195,8 @@ def remarks(inputs: RunInputs, loader: StepLoader) -> Iterator[str]:
             f"a step takes {loader.examples_per_step} examples (batch.examples) but the data has only {per_epoch}: "
             "every step trains on all of them"
         )
-    last = (
-        per_epoch % loader.examples_per_step or examples
-    )  # a whole step, if none is left over
+    # the examples of an epoch's last step, which is a whole one if none is left over
+    last = per_epoch % loader.examples_per_step or examples
     parts = config.ppo.minibatches
     if last < parts:
         yield (

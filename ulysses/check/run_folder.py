@@ -139,9 +139,8 @@ def check_disk(stage: Stage, shape: ModelConfig, resume_from: Path | None) -> st
     counts = {"run.save_last": 0}  # the checkpoints that a setting makes
     if run.save_every:
         counts = {"run.save_every": 2 + (run.keep or run.steps // run.save_every)}
-    elif (
-        run.save_last
-    ):  # a run that continues a checkpoint keeps it until the last one is written
+    elif run.save_last:
+        # a run that continues a checkpoint keeps it until the last one is written
         counts["run.save_last"] = 2 if resume_from else 1
     if run.save_minutes:
         counts["run.save_minutes"] = 1 + run.keep

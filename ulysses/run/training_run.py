@@ -327,7 +327,7 @@ class TrainingRun:
         return sample(self.trainer, prompts)
 
     def learn(self, rows: list[dict[str, object]]) -> Metrics:
-        """Train on a rollout of trajectories (docs/ppo.md) and return the last step's metrics; all ranks call it together."""
+        """Train on a rollout of trajectories (docs/ppo.md), and return its last step's metrics; all ranks call it."""
         from ulysses.run.own_loop import learn
 
         self._open_log()
