@@ -128,8 +128,8 @@ class DecoderLayer(nn.Module):
     @property
     def second_half(self) -> SecondHalf:
         """What adds the feed-forward's output to the rows; each row is independent, so it can run in tiles."""
-        before = self.norms.before_feed_forward.weight
-        after = self.norms.after_feed_forward.weight
+        norms = self.norms
+        before, after = norms.before_feed_forward.weight, norms.after_feed_forward.weight
         return SecondHalf(
             before,
             self.mlp.fused(),

@@ -148,10 +148,9 @@ class SecondHalf(NamedTuple):
         if self.after is not None:
             if input_of_after is None:
                 input_of_after, saved = self.feed_forward.forward(x, part)
+                # the list alone holds these tensors, so that the feed-forward can free each after its use
                 of_feed_forward = [*saved]
-                del (
-                    saved
-                )  # the list alone holds what the feed-forward frees as soon as it was used
+                del saved
             to_out, of_after = rms_norm_backward(
                 to_out.clone(), input_of_after, self.after, self.rule
             )

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, cycle
 from math import prod
 
 from ulysses.data import BadRowError, DataError, DropRowError
@@ -210,8 +210,7 @@ def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
         if role_of(prompt, -1) in ("", "system"):
             raise DropRowError("no user message to answer")
         return [replace(record, prompt=prompt, answers=[[]])]
-    is_scored = kind == "scored" and bool(answers)
-    several = len(answers) > 1
+    is_scored, several = kind == "scored" and bool(answers), len(answers) > 1
     if several and kind == "sequence":
         raise BadRowError(
             'holds chosen and rejected answers; to train on one set columns = {completion = "chosen"}'
@@ -356,10 +355,8 @@ def _instruction(row: Row) -> Messages:
         isinstance(turn, list) and len(turn) == 2 for turn in history
     ):
         raise BadRowError("'history' must be a list of [user, assistant] pairs")
-    before = []
-    for question, answer in history:
-        before.append(Message("user", string(question, "history")))
-        before.append(Message("assistant", string(answer, "history")))
+    turns = zip(cycle(("user", "assistant")), chain(*history))
+    before = [Message(role, string(text, "history")) for role, text in turns]
     return before + _user("\n".join(filter(None, asked)))
 
 

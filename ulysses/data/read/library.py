@@ -19,10 +19,10 @@ def hub_commit(name: str, revision: str | None) -> str:
         return HfApi().dataset_info(name, revision=revision, timeout=HUB_SECONDS).sha
     except Exception as error:
         try:
-            copy = snapshot_download(
+            snapshot = snapshot_download(
                 name, repo_type="dataset", revision=revision, local_files_only=True
             )
-            return Path(copy).name
+            return Path(snapshot).name
         except Exception:
             raise error from None
 
