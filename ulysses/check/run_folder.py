@@ -319,7 +319,7 @@ def digests_of_inputs(
             content = content_digest(weights.paths, Path(config.data.cache))
             digests[f"the weights of {setting}"] = digest_of_value([shape, content])
     for function in (*config.ppo.reward, config.ppo.rollout):
-        if is_function(function) and "//" not in function:
+        if function and is_function(function) and "//" not in function:
             module = sys.modules.get(function.partition(":")[0])
             if file := getattr(module, "__file__", None):
                 digests[f"the lines of {function}"] = digest_of(Path(file))

@@ -57,10 +57,11 @@ class GradientNoise(GradientPolicy):
         for entry, grad in zip(gradients.entries, slices):
             block, skipped = divmod(entry.start, NOISE_BLOCK)
             while len(grad):
-                generator = keyed_generator(
-                    noise.device, context.seed, context.step, entry.name, block
+                noise.normal_(
+                    generator=keyed_generator(
+                        noise.device, context.seed, context.step, entry.name, block
+                    )
                 )
-                noise.normal_(generator=generator)
                 part, grad = grad[: NOISE_BLOCK - skipped], grad[NOISE_BLOCK - skipped :]
                 part.add_(noise[skipped:][: len(part)], alpha=sigma)
                 block, skipped = block + 1, 0

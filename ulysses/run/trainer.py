@@ -122,10 +122,9 @@ class Trainer:
         run, log = self.run, self.log
         current = self.step + 1  # the number of this step, counted from 1
         is_first = not self.metrics
-
-        def is_due(every: int) -> bool:
-            return every > 0 and current % every == 0
-
+        evaluates = run.eval_every > 0 and current % run.eval_every == 0
+        logs = run.log_every > 0 and current % run.log_every == 0
+        saves = run.save_every > 0 and current % run.save_every == 0
         try:
             values = self.train_step()
             if is_first:
@@ -137,7 +136,7 @@ class Trainer:
             # by the time of the second step, because the first one takes longer
             if current == 2 and (note := grace_note(values["seconds"])):
                 self.say(note)
-            if self.eval_loader and (self.finished or is_due(run.eval_every)):
+            if self.eval_loader and (self.finished or evaluates):
                 if self.samples:
                     self.watch.phase("samples")
                     self.samples(self.step)
@@ -148,13 +147,13 @@ class Trainer:
             if improved:
                 self.best = [self.step, loss]
             if log is not None:
-                log.report(self.step, values, self.finished or is_due(run.log_every))
+                log.report(self.step, values, self.finished or logs)
                 # all ranks stop after the coming step, with a checkpoint
                 if log.failure is not None:
                     self.watch.ask_to_stop()
-            is_asked = self.save_due or self.stop_requested or is_due(run.save_every)
+            is_due = saves or self.save_due or self.stop_requested
             is_best = improved and (run.save_every or run.patience)
-            if is_asked or is_best or (self.finished and run.save_last):
+            if is_due or is_best or (self.finished and run.save_last):
                 self.save()
         except BaseException as error:
             error.add_note(f"step {current}")

@@ -10,7 +10,6 @@ or kept (resident.py). DeepSpeed knows nothing of sequence parallelism, and the 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -100,19 +99,14 @@ class TrainedEngine(ZeroEngine):
         # a graph of all layers gathers and reduces nothing between layers
         super().__init__(model, settings, () if graphs else unit_kinds)
         device = torch.device("cpu") if offload_optimizer else self.device
-        size = settings.sub_group_size
-        self.sub_groups = [*sub_groups(groups, size, device)]
+        self.sub_groups = [*sub_groups(groups, settings.sub_group_size, device)]
         self.slices = [s for one in self.sub_groups for s in parameter_slices(model, one)]
-        reduction: Any = GradientReduction
+        options: Any = {"gradients_reused": graphs, "bucket": settings.reduce_bucket_size}
+        reduction = GradientReduction
         if dist.get_world_size() > 1:
-            reduction = partial(AveragedReduction, between=reduce_between)
-        self.reduction: GradientReduction = reduction(
-            self.slices,
-            self.units,
-            self.device,
-            gradients_reused=graphs,
-            bucket=settings.reduce_bucket_size,
-        )
+            reduction = AveragedReduction
+            options["between"] = reduce_between
+        self.reduction = reduction(self.slices, self.units, self.device, **options)
 
     def backward(self, loss: Tensor, *, only_microbatch: bool = False) -> None:
         """Back-propagate an already scaled loss.

@@ -15,8 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-MOMENTS = "exp_avg", "exp_avg_sq"
-
 
 @dataclass(frozen=True)
 class ParameterGroup:
@@ -60,7 +58,8 @@ class SubGroup:
 
     def __post_init__(self) -> None:
         self.moments: dict[Any, Any] = {"step": torch.zeros(())}  # on the host
-        self.moments |= {name: torch.zeros_like(self.master) for name in MOMENTS}
+        for name in ("exp_avg", "exp_avg_sq"):
+            self.moments[name] = torch.zeros_like(self.master)
 
     def gradient_sums(self) -> Tensor:
         """Return the float32 memory [N] in which the gradients of several micro-batches are added; made when needed."""

@@ -154,15 +154,16 @@ class TokenizedDataset:
             else:
                 # a turn that is trained separately; its last shared token is not left out
                 prompt_length = prefix + 1
-            sequence = Sequence(
-                self._tokens[start : start + whole],
-                self._weights[start : start + whole],
-                per_token,
-                {"rank": rank} if self.kind == "ranked" else {},
-                prompt,
-                prompt_length,
+            sequences.append(
+                Sequence(
+                    self._tokens[start : start + whole],
+                    self._weights[start : start + whole],
+                    per_token,
+                    {"rank": rank} if self.kind == "ranked" else {},
+                    prompt,
+                    prompt_length,
+                )
             )
-            sequences.append(sequence)
         return Example(index, tuple(sequences), numbers)
 
     @property

@@ -344,11 +344,11 @@ class Tokenising:
             least_prompt = max(1, min(prompt_length, limit // 4))
             removed = max(0, prompt_length - max(room_beside_answer, least_prompt))
         start = 1 if first[0] == self.encoder.bos else 0  # BOS stays
-
-        def shortened(values: list[Any]) -> list[Any]:
-            return (values[:start] + values[start + removed :])[:limit]
-
-        cut = [Encoded(shortened(ids), shortened(weights)) for ids, weights in sequences]
+        end = start + removed
+        cut = []
+        for ids, weights in sequences:
+            ids, weights = ids[:start] + ids[end:], weights[:start] + weights[end:]
+            cut.append(Encoded(ids[:limit], weights[:limit]))
         if self.kind != "prompt" and not all(any(weights[1:]) for _, weights in cut):
             after = " after truncation" if longest > limit else ""
             raise DropRowError(f"no trained token is left{after}")
