@@ -345,10 +345,9 @@ def one_hot_difference(
     """
     if _takes_kernel(logits):
         # the kernel computes the log-sum-exp and the log-probabilities again; nobody reads them
-        difference: Any = logprobs_triton.log_softmax_at(
+        return logprobs_triton.log_softmax_at(  # type: ignore[return-value]
             logits, targets, torch.empty_like(lse), torch.empty_like(lse), dtype
         )
-        return difference
     at_target = logits.gather(1, targets[:, None]).sub_(lse[:, None]).expm1_()
     tile = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
     torch.exp(logits.sub_(lse[:, None]), out=tile)

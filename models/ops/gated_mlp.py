@@ -54,8 +54,7 @@ class Activation(NamedTuple):
     def run(self, gate: Tensor, up: Tensor) -> tuple[Tensors, Saved]:
         if gate.stride() != up.stride():
             gate, up = gate.contiguous(), up.contiguous()
-        active, _ = activate(gate, up, self.kind)
-        return [active], (gate, up)
+        return [activate(gate, up, self.kind)[0]], (gate, up)
 
     def run_back(self, saved: Saved, grads: Tensors, sums: GradientSums) -> Tensors:
         gate, up = saved

@@ -241,7 +241,7 @@ def initial_weights(
     if source and (source / ADAPTER_CONFIG).is_file():
         base, _ = name_of_base(source)
         continues = base == config.model.path
-    rows: dict[int, list[int]] = {}
+    rows = {}  # of the vocabulary's matrices: the new ones, each with the tokens whose mean it is
     if added := config.model.add_tokens:
         before = load_tokenizer(tokenizer_path, **config.model.special_tokens)
         for text, row in zip(added, tokenizer.convert_tokens_to_ids(added)):

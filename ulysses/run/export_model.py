@@ -246,7 +246,7 @@ def model_card(config: Config, step: int) -> str:
         key: [Path(source.path).name for source in parse_sources(getattr(config.data, key))]
         for key in ("train", "eval")
     }
-    metrics: Fields = {}  # the newest value of each
+    metrics = {}  # the newest value of each
     for line in logged(config.output / METRICS):
         if line["step"] <= step:
             metrics |= line

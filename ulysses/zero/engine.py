@@ -214,7 +214,7 @@ def full_parameters(
     with streaming_memory():
         for _, items in groupby(chosen, lambda item: item[0].rpartition(".")[0]):
             of_module = dict(items)
-            values: dict[str, Tensor | None] = dict.fromkeys(of_module)
+            values: Any = dict.fromkeys(of_module)  # None, but on rank 0
             with engine.weights.whole(of_module.values()), torch.no_grad():
                 for name, p in of_module.items():
                     if main and name not in masters:

@@ -262,9 +262,7 @@ class Tokenising:
         self, row: RawRow, record: Record, sequences: list[Encoded], prompt_length: int
     ) -> Columns:
         """Return an example as the files hold it."""
-        tokens: list[int] = []
-        weights: list[float] = []
-        sizes: list[int] = []
+        tokens, weights, sizes = [], [], []
         for i, (ids, weights_of_ids) in enumerate(sequences):
             prefix = common_prefix(sequences[i - 1], sequences[i]) if i else 0
             rank = record.ranks[i] if self.kind == "ranked" else 0
