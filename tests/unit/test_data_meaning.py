@@ -88,6 +88,94 @@ def test_messages_beside_a_pair_are_its_prompt_and_the_chosen_answer(shown, row)
     assert shown([row], "prompt") == [prompt]
 
 
+def test_messages_beside_answers_may_end_with_any_of_them(shown):
+    """Also with the rejected one, which the answers then do not continue."""
+    talk = [ASK, said("bad")]
+    pair = {"messages": talk, "chosen": "good", "rejected": "bad"}
+    ranked = {"conversations": talk, "completions": ["good", "bad"], "scores": [2, 1]}
+    for kind in ("pair", "ranked", "unpaired"):
+        assert shown([pair], kind) == shown([ranked], kind) == shown([TEXTS], kind)
+    with pytest.raises(DataError, match="holds chosen and rejected answers"):
+        shown([pair])
+
+
+SYSTEMS = """
+own =>  =>  => own
+own =>  => own => own
+own => other =>  => own
+ => other =>  => other
+ => other => own => own
+own => other => own => own
+own =>  => other => dropped
+own => own => other => other
+"""
+
+
+@pytest.mark.parametrize("of_prompt, column, inside, seen", rows_of(SYSTEMS))
+def test_no_system_prompt_is_lost_beside_whole_conversations(
+    shown, of_prompt, column, inside, seen
+):
+    """A column is for conversations that have none, and is told where it is not read."""
+    outer, inner = (
+        [{"role": "system", "content": text}, ASK] if text else [ASK]
+        for text in (of_prompt, inside)
+    )
+    pair = {side: [*inner, said(text)] for side, text in (("chosen", "a"), ("rejected", "b"))}
+    row = {"prompt": outer, "system": column, **pair}
+    if seen == "dropped":
+        with pytest.raises(DataError, match="the prompt differs from the one inside chosen"):
+            shown([row], "pair")
+        return
+    prompt = f"<|im_start|>system\n{seen}<|im_end|>\n<|im_start|>user\nq<|im_end|>\n"
+    assert shown([row], "pair") == [
+        f"{prompt}<|im_start|>assistant\n[{text}<|im_end|>]" for text in "ab"
+    ]
+
+
+@pytest.mark.parametrize("kind", ["pair", "ranked", "unpaired"])
+def test_marks_of_answers_that_are_compared_or_labelled(shown, open_rows, kind):
+    """An answer that is not to be trained is no answer, and a reward model weighs none."""
+    row = {"prompt": "q", "label": True}
+    sides = {"completion": [said("a", weight=0)]}
+    if kind != "unpaired":
+        sides = {"chosen": [said("a")], "rejected": [said("b", train=False)]}
+    with pytest.raises(DataError, match="it is marked as not to be trained: 1"):
+        shown([row | sides], kind)
+    turns = [said("a", weight=0.5), ASK, said("b")], [said("a"), ASK, said("b", weight=0)]
+    for answer in turns:
+        sides = {"completion": answer}
+        if kind != "unpaired":
+            sides = {"chosen": answer, "rejected": [said("c")]}
+        if kind != "ranked":
+            weights = {*open_rows([row | sides], kind)[0].sequences[0].loss_weights}
+            assert weights == {0, *(each.get("weight", 1) for each in answer[::2])}
+            continue
+        with pytest.raises(DataError, match="row 1 gives an answer a weight, but a reward"):
+            shown([row | sides], kind)
+
+
+WRITTEN = """
+[{"role": "user", "content": "q"}] => told
+[ {'content': 'q', 'from': 'human'} ] => told
+[{"role": "wizard"}, "user"] =>
+[{"content": "role: user"}] =>
+Write [{"role": "user"}]. =>
+"""
+
+
+@pytest.mark.parametrize("text, told", rows_of(WRITTEN))
+@pytest.mark.parametrize("kind", ["sequence", "pair", "unpaired"])
+def test_messages_that_a_file_holds_as_text_are_told(open_rows, kind, text, told):
+    for key in ("prompt", "chosen"):
+        row = {"prompt": "q", "chosen": "a", "rejected": "b", key: text}
+        if kind == "sequence":
+            row["completion"] = row.pop("chosen")
+            del row["rejected"]
+        notes = open_rows([row], kind, cache=key).report.notes
+        name = "a text that looks like a list of messages was read as text"
+        assert (name in notes) == bool(told)
+
+
 @pytest.mark.parametrize("more", [{}, {"messages": WHOLE["messages"]}])
 def test_a_completion_that_holds_its_prompt_does_not_repeat_it(shown, more):
     row = {"prompt": "q", "completion": WHOLE["chosen"], **more}
@@ -292,6 +380,8 @@ prompt chosen rejected completion instruction => pair => completion prompt
 prompt question answer => prompt => question
 text content => text => content
 prompt completion label kto_tag tool_functions => unpaired => kto_tag tool_functions
+prompt chosen rejected label => pair => label
+prompt chosen rejected kto_tag label => unpaired => kto_tag label
 instruction input output history users is_tool system_prompt => sequence =>
 prompt completion id tools => sequence =>
 """

@@ -14,6 +14,7 @@ from math import prod
 from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.read.messages import (
     PAIR_KEYS,
+    WRITTEN_MESSAGES,
     Message,
     Messages,
     Row,
@@ -23,6 +24,7 @@ from ulysses.data.read.messages import (
     number,
     parse_messages,
     parse_tools,
+    parse_transcript,
     role_of,
     string,
     type_name,
@@ -49,7 +51,6 @@ ANSWER_COLUMNS = (*ANSWER_KEYS, *RANKED_KEYS, *LABEL_KEYS, "chosen", "system")
 ANSWER_COLUMNS += FORMATS["text"] + FORMATS["messages"]
 MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD]")
-TRANSCRIPT_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 # numbers of ranked answers: 1 where the best has the highest number, -1 where it has the lowest
 RANKINGS = {"scores": 1, "rewards": 1, "ratings": 1, "ranks": -1}
 
@@ -123,9 +124,12 @@ def read_row(
     if kind == "ranked":
         unread.discard("margin")
     records = _records(row, source, kind)
-    for name in sorted(unread | _passed_over(row, source, kind, records)):
+    texts = [m.content for each in records for m in chain(each.prompt, *each.answers)]
+    for name in sorted(unread | _passed_over(row, source, kind, texts)):
         if row[name] not in ("", []):
             note(f"the column {name!r} was not read")
+    if any(map(WRITTEN_MESSAGES.match, texts)):
+        note("a text that looks like a list of messages was read as text")
     if len(records) > 1:
         note("rows that gave several examples")
     return [replace(record, row=original) for record in records]
@@ -220,7 +224,8 @@ def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
             _check_answer(answer, kind)
         return [record] if is_scored else _compared(record, row, kind)
     if kind in ("pair", "ranked"):
-        raise BadRowError("has no chosen and rejected answers (nor a ranked list of answers)")
+        lack = "has no chosen and rejected answers, nor ranked ones"
+        raise BadRowError(f"{lack} (it has {_keys(row)})")
     key = first_key(row, LABEL_KEYS)
     label = LABELS.get(str(row.get(key)).lower())
     if label is None and (key or kind == "unpaired"):
@@ -254,9 +259,8 @@ def _check_marks(row: Row, kind: str) -> None:
         )
 
 
-def _passed_over(row: Row, source: Source, kind: str, records: list[Record]) -> set[str]:
+def _passed_over(row: Row, source: Source, kind: str, texts: list[str]) -> set[str]:
     """Return the columns that were not read because another one means the same, and that say something else."""
-    texts = [m.content for each in records for m in chain(each.prompt, *each.answers)]
     columns = FORMATS["text"] if kind == "text" else (*PROMPT_COLUMNS, "system")
     read = {first_key(row, columns)}
     # what stands beside a prompt alone is for the reward function
@@ -269,7 +273,8 @@ def _passed_over(row: Row, source: Source, kind: str, records: list[Record]) -> 
             last = _parse_answer(key, value, False)[-1:] if beside_messages else []
             if not beside_messages or any(message.content in texts for message in last):
                 read.add(key)
-        read.add(first_key(row, LABEL_KEYS))
+        if len(answers) < 2:
+            read.add(first_key(row, LABEL_KEYS))
     values_read = [source.system, *map(row.get, read), *texts]
     return {key for key in row.keys() & {*columns} - read if row[key] not in values_read}
 
@@ -280,8 +285,15 @@ def _check_answer(answer: Messages, kind: str) -> None:
         raise DropRowError("no assistant message")
     if any(message.is_empty for message in trained):
         raise DropRowError("empty answer")
-    if kind != "sequence" and {role_of(answer, 0), role_of(answer, -1)} != {"assistant"}:
+    if kind == "sequence":
+        return
+    if {role_of(answer, 0), role_of(answer, -1)} != {"assistant"}:
         raise DropRowError("an answer does not begin and end with an assistant message")
+    weights = {message.weight for message in trained}
+    if weights == {0} and kind not in NOT_TRAINED:
+        raise DropRowError("it is marked as not to be trained")
+    if kind == "ranked" and weights != {1}:
+        raise BadRowError("gives an answer a weight, but a reward model scores whole answers")
 
 
 # ---------------------------------------------------------------------------------------------- prompts and answers
@@ -300,12 +312,12 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
         values = _answer_values(row, kind)
     may_hold_prompt = len(values) > 1 or not asks
     answers = [_parse_answer(key, value, may_hold_prompt) for key, value in values]
-    # messages beside a pair may be its prompt, or its prompt and the chosen answer
-    if len(answers) > 1 and ends_with_answer and prompt[-1:] == answers[0][-1:]:
-        if kind == "sequence":
-            values = []
-        else:
+    # messages beside answers to compare may be their prompt, or their prompt and one of them
+    if len(answers) > 1 and ends_with_answer:
+        if kind != "sequence" and prompt[-1:] in [answer[-1:] for answer in answers]:
             prompt, ends_with_answer = prompt[:-1], False
+        elif kind == "sequence" and prompt[-1:] == answers[0][-1:]:
+            values = []
     if row_format in ("messages", "sharegpt") and len(values) <= ends_with_answer:
         # the messages hold their answer: all of them in sft, none in the rows of prompts, else the last one
         if kind == "sequence":
@@ -315,7 +327,7 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
     first_roles = {role_of(answer, 0) for answer in answers}
     holds_prompt = may_hold_prompt or any(prompt[-1] in answer for answer in answers)
     if holds_prompt and answers and not first_roles & {"", "assistant"}:
-        return _inner_prompt(prompt, [key for key, _ in values], answers)
+        return _inner_prompt(prompt, [key for key, _ in values], answers, row.get("system"))
     if not prompt:
         raise _without(row, PROMPT_KEYS)
     if ends_with_answer and not prompt[-1].tool_calls and first_roles <= {"assistant"}:
@@ -366,7 +378,7 @@ def _prompt_column(row: Row) -> Messages:
     if isinstance(value, list):
         return parse_messages(value)
     # the text may be a transcript with the assistant's turn opened at its end
-    turns = _parse_transcript(string(value, key)) or _user(value)
+    turns = parse_transcript(string(value, key)) or _user(value)
     if turns[-1].is_empty:
         del turns[-1]
     return turns
@@ -394,7 +406,7 @@ def _parse_answer(key: str, value: object, may_hold_prompt: bool) -> Messages:
     if isinstance(value, list):
         return parse_messages(value)
     text = string(value, key)
-    turns = _parse_transcript(text) if may_hold_prompt else []
+    turns = parse_transcript(text) if may_hold_prompt else []
     return turns or [Message("assistant", text)]
 
 
@@ -410,15 +422,6 @@ def _continued(
         text, more = opening.content + answer[0].content, {**opening.more, **answer[0].more}
         answer[0] = replace(answer[0], content=text, more=more, begun=opening.begun)
     return prompt, answers
-
-
-def _parse_transcript(text: str) -> Messages:
-    """Split text as in hh-rlhf, "\\n\\nHuman: ...\\n\\nAssistant: ...", into messages; return [] for other text."""
-    start, *turns = TRANSCRIPT_TURN.split(text)
-    if start or "\n\nAssistant:" not in text:
-        return []
-    roles = {"Human": "user", "Assistant": "assistant"}
-    return [Message(roles[who], words.strip()) for who, words in zip(turns[::2], turns[1::2])]
 
 
 # ------------------------------------------------------------------------------------- several answers to one prompt
@@ -446,7 +449,7 @@ def _compared(record: Record, row: Row, kind: str) -> list[Record]:
 
 
 def _inner_prompt(
-    prompt: Messages, keys: list[str], conversations: list[Messages]
+    prompt: Messages, keys: list[str], conversations: list[Messages], default_system: object
 ) -> tuple[Messages, list[Messages]]:
     """Take the prompt out of whole conversations, which have it in common and end with their answers."""
     inner = conversations[0][:-1]
@@ -455,12 +458,11 @@ def _inner_prompt(
             raise DropRowError(f"{key} does not end with an assistant message")
         if conversation[:-1] != inner:
             raise DropRowError("the prompts of chosen and rejected differ")
-    texts = [message.content for message in inner]
-    system = [message for message in prompt if message.role == "system"]
-    if any(m.content not in texts and m not in system for m in prompt):
+    if role_of(prompt, 0) == "system" and role_of(inner, 0) != "system":
+        inner = prompt[:1] + inner
+    texts = [default_system, *(message.content for message in inner)]
+    if any(message.content not in texts for message in prompt):
         raise DropRowError("the prompt differs from the one inside chosen and rejected")
-    if role_of(inner, 0) != "system":
-        inner = system + inner
     return inner, [conversation[-1:] for conversation in conversations]
 
 

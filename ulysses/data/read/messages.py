@@ -1,4 +1,4 @@
-"""Read messages as people write them: OpenAI and ShareGPT lists, tool calls and tools."""
+"""Read messages as people write them: OpenAI and ShareGPT lists, transcripts, tool calls and tools."""
 
 import json
 import math
@@ -35,6 +35,12 @@ MOST_WEIGHT = 1e6
 KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", *WEIGHT_KEYS}
 # names of other columns that may tell which messages are trained
 MARKS = re.compile("mask|train|loss|learn|label", re.IGNORECASE)
+TRANSCRIPT_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+# messages that a file holds as text, as JSON or as Python prints them
+WRITTEN_MESSAGES = re.compile(
+    r"""\s*\[\s*\{.*?["'](role|from)["']\s*:\s*["'](system|user|human|assistant|gpt)["']""",
+    re.DOTALL,
+)
 PAIR_KEYS = {"chosen", "rejected"}
 CALL_KEYS = {"name", "arguments", "id", "type", "index", "function"}
 # other names of a call's arguments
@@ -109,6 +115,15 @@ def parse_messages(value: object, row: Mapping[str, object] = {}) -> Messages:
         _message(item, [(key, marks[i]) for key, marks in lists], f"message {i + 1}")
         for i, item in enumerate(value)
     ]
+
+
+def parse_transcript(text: str) -> Messages:
+    """Split a text as in hh-rlhf, "\\n\\nHuman: ...\\n\\nAssistant: ...", into messages; return [] for other text."""
+    start, *turns = TRANSCRIPT_TURN.split(text)
+    if start or "\n\nAssistant:" not in text:
+        return []
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [Message(roles[who], words.strip()) for who, words in zip(turns[::2], turns[1::2])]
 
 
 def _message(item: object, marks: Iterable[tuple[str, object]], where: str) -> Message:
