@@ -101,6 +101,10 @@ KTO --kto.desirable_weight 0 --kto.undesirable_weight 0 => nothing would be trai
 SFT --sft.loss_type dft --sft.label_smoothing 0.1 => sft.loss_type "dft" has none
 SFT --kto.beta 0.2 => kto.beta: stage 'sft' reads no settings of kto; remove them, or set stage = 'kto'
 SFT --run.eval_every 5 => run.eval_every: there is nothing to evaluate; set data.eval
+DEMO --dpo.simpo_gamma 2 => dpo.simpo_gamma: dpo.loss_type and dpo.f_divergence ask for nothing that reads it
+DEMO --dpo.loss_type ["hinge","aot"] --dpo.discopop_tau 0.1 => dpo.discopop_tau: dpo.loss_type and dpo.f_div
+DEMO --dpo.loss_type orpo --dpo.reference live => dpo.reference: dpo.loss_type and dpo.f_divergence ask for
+DEMO --dpo.f_divergence js --dpo.f_alpha 0.3 => dpo.f_alpha: dpo.loss_type and dpo.f_divergence ask for
 DEMO --data.train_on all => data.train_on: stage 'dpo' trains the last answer only
 --stage pt --model.path m --run.steps 3 --data.truncation drop => data.truncation: stage 'pt' trains every
 --stage sft --run.steps 3 --model.init random --data.train PLACE/chats.jsonl --model.arch llama-3-8b \

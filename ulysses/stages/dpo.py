@@ -56,6 +56,19 @@ class DpoStage(ReferencedStage):
         """The arguments of `losses.dpo_loss` that are settings."""
         return self.table.model_dump(exclude={"ld_alpha", "sft_weight", "reference"})
 
+    @property
+    def unread(self) -> dict[str, tuple[str, ...]]:
+        """The settings that none of the losses reads."""
+        table = self.table
+        is_read = {
+            "dpo.simpo_gamma": "simpo" in table.loss_types,
+            "dpo.discopop_tau": "discopop" in table.loss_types,
+            "dpo.f_alpha": table.f_divergence == "alpha",
+            "dpo.reference": self.needs_reference,
+        }
+        reason = "dpo.loss_type and dpo.f_divergence ask for nothing that reads it; remove it"
+        return {reason: tuple(name for name, read in is_read.items() if not read)}
+
     def check(self) -> Iterator[str]:
         one = torch.ones(1)
         try:
