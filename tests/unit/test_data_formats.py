@@ -273,7 +273,7 @@ def test_message_weights(read):
 {"instruction": "q", "output": "a", "unused": "\ud800"} => prompt => unpaired surrogate
 {"instruction": "q", "output": "a"} => pair => row 1 has no chosen and rejected
 {"messages": [$user, $bot], "rejected_response": "b"} => pair ranked \
-=> row 1 has no chosen and rejected answers, nor ranked ones .it has messages, rejected_response
+=> row 1 has no chosen and rejected answers or ranks .it has messages, rejected_response
 {"instruction": "q", "output": "a"} => unpaired => row 1 has no 'label' or 'kto_tag'
 {"foo": 1} => sequence => fit none of the formats
 {"text": "x"} => sequence => plain text, which only stage pt

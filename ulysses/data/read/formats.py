@@ -224,8 +224,7 @@ def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
             _check_answer(answer, kind)
         return [record] if is_scored else _compared(record, row, kind)
     if kind in ("pair", "ranked"):
-        lack = "has no chosen and rejected answers, nor ranked ones"
-        raise BadRowError(f"{lack} (it has {_keys(row)})")
+        raise BadRowError(f"has no chosen and rejected answers or ranks (it has {_keys(row)})")
     key = first_key(row, LABEL_KEYS)
     label = LABELS.get(str(row.get(key)).lower())
     if label is None and (key or kind == "unpaired"):
@@ -312,12 +311,13 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
         values = _answer_values(row, kind)
     may_hold_prompt = len(values) > 1 or not asks
     answers = [_parse_answer(key, value, may_hold_prompt) for key, value in values]
-    # messages beside answers to compare may be their prompt, or their prompt and one of them
-    if len(answers) > 1 and ends_with_answer:
-        if kind != "sequence" and prompt[-1:] in [answer[-1:] for answer in answers]:
-            prompt, ends_with_answer = prompt[:-1], False
-        elif kind == "sequence" and prompt[-1:] == answers[0][-1:]:
+    # messages beside answers to compare may be their prompt, or their prompt and one of them; sft trains the chosen one
+    ends = [answer[-1:] for answer in answers[: 1 if kind == "sequence" else None]]
+    if len(answers) > 1 and ends_with_answer and prompt[-1:] in ends:
+        if kind == "sequence":
             values = []
+        else:
+            prompt, ends_with_answer = prompt[:-1], False
     if row_format in ("messages", "sharegpt") and len(values) <= ends_with_answer:
         # the messages hold their answer: all of them in sft, none in the rows of prompts, else the last one
         if kind == "sequence":

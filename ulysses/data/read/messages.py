@@ -38,8 +38,7 @@ MARKS = re.compile("mask|train|loss|learn|label", re.IGNORECASE)
 TRANSCRIPT_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 # messages that a file holds as text, as JSON or as Python prints them
 WRITTEN_MESSAGES = re.compile(
-    r"""\s*\[\s*\{.*?["'](role|from)["']\s*:\s*["'](system|user|human|assistant|gpt)["']""",
-    re.DOTALL,
+    r"""(?s)\s*\[\s*\{.*?["'](role|from)["']\s*:\s*["'](system|user|human|assistant|gpt)["']"""
 )
 PAIR_KEYS = {"chosen", "rejected"}
 CALL_KEYS = {"name", "arguments", "id", "type", "index", "function"}
