@@ -276,6 +276,9 @@ def test_message_weights(read):
 => row 1 has no chosen and rejected answers or ranks .it has messages, rejected_response
 {"instruction": "q", "output": "a"} => unpaired => row 1 has no 'label' or 'kto_tag'
 {"foo": 1} => sequence => fit none of the formats
+{"system": "s", "input": "q", "chosen": "a", "rejected": "b"} => pair ranked unpaired \
+=> row 1 has no 'prompt' or 'question' or 'query' .it has chosen, input, rejected, system
+{"system": "s", "completion": "a", "label": true} => sequence unpaired => row 1 has no 'prompt' or 'question'
 {"text": "x"} => sequence => plain text, which only stage pt
 {"messages": [$user, "text"]} => sequence => message 2 is str, not an object
 {"messages": [$user, {"role": "wizard", "content": "x"}]} => sequence => message 2 has the role 'wizard'

@@ -66,8 +66,10 @@ class DpoStage(ReferencedStage):
             "dpo.f_alpha": table.f_divergence == "alpha",
             "dpo.reference": self.needs_reference,
         }
-        reason = "dpo.loss_type and dpo.f_divergence ask for nothing that reads it; remove it"
-        return {reason: tuple(name for name, read in is_read.items() if not read)}
+        unread = tuple(name for name, read in is_read.items() if not read)
+        return {
+            "dpo.loss_type and dpo.f_divergence ask for nothing that reads it; remove it": unread
+        }
 
     def check(self) -> Iterator[str]:
         one = torch.ones(1)

@@ -89,8 +89,7 @@ def dropping(report: Report, bad_rows: str, where: str) -> Iterator[None]:
     except DropRowError as error:
         report.drop(str(error), where)
     except (BadRowError, RecursionError) as error:
-        too_deep = isinstance(error, RecursionError)
-        problem = "is nested too deeply" if too_deep else str(error)
+        problem = "is nested too deeply" if isinstance(error, RecursionError) else str(error)
         if bad_rows != "drop":
             raise DataError(f"{where} {problem}") from None
         report.drop(problem.split(":")[0], where)
@@ -301,6 +300,7 @@ def _check_answer(answer: Messages, kind: str) -> None:
 def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages]]:
     """Read the prompt and its answers."""
     prompt = PROMPTS[row_format](row)
+    has_none = not prompt
     if row.get("system") and role_of(prompt, 0) != "system":
         prompt.insert(0, Message("system", string(row["system"], "system")))
     ends_with_answer = role_of(prompt, -1) == "assistant"
@@ -328,7 +328,7 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
     holds_prompt = may_hold_prompt or any(prompt[-1] in answer for answer in answers)
     if holds_prompt and answers and not first_roles & {"", "assistant"}:
         return _inner_prompt(prompt, [key for key, _ in values], answers, row.get("system"))
-    if not prompt:
+    if has_none:
         raise _without(row, PROMPT_KEYS)
     if ends_with_answer and not prompt[-1].tool_calls and first_roles <= {"assistant"}:
         return _continued(prompt, answers, kind)
