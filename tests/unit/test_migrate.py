@@ -592,6 +592,21 @@ TRANSLATED = {
     "label smoothing that TRL does not read": (SMOOTHED, "--stage dpo", '"dpo.label_smoothing" = 0'),
     "label smoothing that TRL reads": (SMOOTHED.replace("[sigmoid]", "[robust]"), "--stage dpo",
                                        '"dpo.label_smoothing" = 0.1'),
+    "what a loss does not read there either": (
+        LLAMAFACTORY_DPO.replace("sigmoid  #", "orpo  #") + "simpo_gamma: 0.7\nref_model: other\n", "", """
+"dpo.loss_type" = "orpo"
+"dpo.simpo_gamma" = 0.5
+"dpo.reference" = "cached"
+""", "# left out: simpo_gamma: it does nothing beside pref_loss\n",
+        "# left out: ref_model: it does nothing beside pref_loss\n"),
+    "what a divergence does not read there either": (
+        f"{TRL_DPO}f_alpha_divergence_coef: 1.0\n", "--stage dpo", '"dpo.f_alpha" = 0.5',
+        "# left out: f_alpha_divergence_coef: it does nothing beside f_divergence_type\n"),
+    "what the losses do read": (
+        LLAMAFACTORY_DPO.replace("sigmoid  #", "simpo  #") + "simpo_gamma: 0.7\n", "", '"dpo.simpo_gamma" = 0.7'),
+    "what the divergence does read": (
+        f"{TRL_DPO}f_divergence_type: alpha_divergence\nf_alpha_divergence_coef: 0.7\n", "--stage dpo",
+        '"dpo.f_alpha" = 0.7'),
     "new tokens, and matrices that are trained whole": (LLAMAFACTORY_KTO + GROWN, "", """
 "model.add_tokens" = ["<think>", "</think>"]
 "model.lora.train" = ["embeddings"]
