@@ -97,6 +97,15 @@ def test_messages_beside_answers_may_end_with_any_of_them(shown):
         assert shown([pair], kind) == shown([ranked], kind) == shown([TEXTS], kind)
     with pytest.raises(DataError, match="holds chosen and rejected answers"):
         shown([pair])
+    other = {"messages": [ASK, said("another")]}
+    for row in (pair, ranked | {"conversations": None}):
+        with pytest.raises(
+            DataError, match="row 1 has messages that end with an answer besides"
+        ):
+            shown([row | other], "ranked")
+    # a prefill
+    prompt = {"prompt": other["messages"], "messages": None}
+    assert shown([pair | prompt], "pair")[0].endswith("assistant\nanother[good<|im_end|>]")
 
 
 SYSTEMS = """

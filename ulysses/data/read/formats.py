@@ -283,12 +283,10 @@ def _check_answer(answer: Messages, kind: str) -> None:
         raise DropRowError("no assistant message")
     if any(message.is_empty for message in trained):
         raise DropRowError("empty answer")
-    if kind == "sequence":
-        return
-    if {role_of(answer, 0), role_of(answer, -1)} != {"assistant"}:
+    if kind != "sequence" and {role_of(answer, 0), role_of(answer, -1)} != {"assistant"}:
         raise DropRowError("an answer does not begin and end with an assistant message")
     weights = {message.weight for message in trained}
-    if weights == {0} and kind not in NOT_TRAINED:
+    if weights == {0} and kind not in ("sequence", "scored"):
         raise DropRowError("it is marked as not to be trained")
     if kind == "ranked" and weights != {1}:
         raise BadRowError("gives an answer a weight, but a reward model scores whole answers")
@@ -331,6 +329,8 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
     if has_none:
         raise _without(row, PROMPT_KEYS)
     if ends_with_answer and not prompt[-1].tool_calls and first_roles <= {"assistant"}:
+        if row_format in ("messages", "sharegpt") and kind != "sequence":
+            raise BadRowError("has messages that end with an answer besides those to compare")
         return _continued(prompt, answers, kind)
     return prompt, answers
 
