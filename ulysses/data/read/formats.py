@@ -483,9 +483,6 @@ def _ranks(row: Row, count: int) -> list[int]:
     return [*orders.pop()]
 
 
-# ------------------------------------------------------------------------------------------------------ small checks
-
-
 def _required(row: Row, row_format: str) -> tuple[object, str]:
     """Return what the row has under a key of the format, and this key."""
     if key := first_key(row, FORMATS[row_format]):
