@@ -67,6 +67,29 @@ def test_another_runs_checkpoint_is_refused(changes, checkpoint, tmp_path):
     assert str(caught.value).startswith("run.resume: ")
 
 
+ADAPTED = {
+    "--model.lora.rank 4": "had model.lora.rank 8 but this run has 4",
+    "--model.lora.alpha 32": "had model.lora.alpha 16.0 but this run has 32.0; set the same",
+    "--model.lora.rslora true": "had model.lora.rslora False but this run has True; set the same",
+    '--model.lora.targets ["q_proj"]': "had model.lora.targets .* but this run has",
+    "--model.lora.dropout 0.1": "",
+    "--model.lora.merge true": "",
+}
+
+
+@pytest.mark.parametrize("changes", ADAPTED)
+def test_adapters_mean_what_they_meant_when_they_were_saved(changes, checkpoint, tmp_path):
+    """Another scale would be another model in the next step; dropout and merging change none."""
+    lora, path = "--model.lora.rank 8", checkpoint / "run.json"
+    own = config(tmp_path, lora).model_dump(mode="json")
+    write_json(path, forged("config", own)(read_json(path)))
+    if ADAPTED[changes]:
+        with pytest.raises(ConfigError, match=ADAPTED[changes]):
+            prepare(config(tmp_path, f"{lora} {changes}"), 1, [])
+    else:
+        assert prepare(config(tmp_path, f"{lora} {changes}"), 1, []).resume_from == checkpoint
+
+
 def change(**values):
     """Change run.json so; a value of None takes the key out."""
 

@@ -77,6 +77,7 @@ def check_same_run(config: Config, shape: ModelConfig, checkpoint: Path) -> None
     adapted = ["model.quantize", "model.lora.rank"]
     if config.model.lora.rank:
         adapted += ["model.lora.targets", "model.lora.train"]
+        adapted += ["model.lora.alpha", "model.lora.rslora"]  # what adapters are multiplied by
         if (Path(str(theirs["model.path"])) / ADAPTER_CONFIG).exists():
             adapted.append("model.path")  # an adapter that was merged into its base
     for name in (*ALLOWED_ANYWAY, *fixed, *adapted):
