@@ -269,9 +269,11 @@ def _complete(
     Returns the settings, the method, which says more than our stage, the names in the file, and those that are void,
     with the reason.
     """
-    deepspeed = existing_path(str(theirs.get("deepspeed")), folder)
-    if deepspeed.is_file():
-        theirs |= {"deepspeed": None, "deepspeed_json": json.loads(deepspeed.read_text())}
+    deepspeed = theirs.get("deepspeed")  # a file, or what would stand in it
+    if (file := existing_path(str(deepspeed), folder)).is_file():
+        deepspeed = json.loads(file.read_text())
+    if isinstance(deepspeed, dict):
+        theirs |= {"deepspeed": None, "deepspeed_json": deepspeed}
     system = system or "trl"
     theirs = _flat(theirs, system)
     for name, stage in NAMES["implied"].items():

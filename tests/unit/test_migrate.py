@@ -298,6 +298,7 @@ learning_rate: 2e-4
 output_dir: out
 """
 MIXED = "interleave_probs: 0.7,0.3\nmix_strategy: interleave_over\n"
+SIZES = "False: the sizes of blocks are always quantised too"
 PACKED = "a packed sequence counts as one example there"
 
 SHORT = {
@@ -627,6 +628,28 @@ TRANSLATED = {
     "the text of a template": (json.dumps(SHORT | {"chat_template": INLINE}), "", KEPT),
     "the text of a template beside its name": (
         json.dumps(SHORT | {"chat_template": "jinja", "chat_template_jinja": INLINE}), "", KEPT),
+    **{f"checkpoints that {system} keeps": (text, options, f'"run.keep" = {kept}', "run.keep = ")
+       for system, text, options, kept in (
+           ("LLaMA-Factory", LLAMAFACTORY_KTO, "", 0), ("TRL", TRL_SFT, "--stage sft", 0),
+           ("axolotl", AXOLOTL_SFT, "", 4))},
+    "checkpoints that a file keeps": (f"{TRL_SFT}save_total_limit: 3\n", "--stage sft", '"run.keep" = 3'),
+    "a base of 4 bits as TRL quantises it": (
+        f"{TRL_SFT}load_in_4bit: true\n", "--stage sft", '"model.quantize" = "nf4"', f"use_bnb_nested_quant = {SIZES}"),
+    "TRL's base that is not quantised": (TRL_SFT, "--stage sft", '"model.quantize" = "none"', "not: nested_quant"),
+    "TRL's sizes of blocks, quantised": (
+        f"{TRL_SFT}load_in_4bit: true\nuse_bnb_nested_quant: true\n", "--stage sft", "", f"not: {SIZES}"),
+    "LLaMA-Factory's sizes of blocks": (
+        f"{LLAMAFACTORY_KTO}quantization_bit: 4\ndouble_quantization: false\n", "", '"model.quantize" = "nf4"',
+        f"double_quantization = {SIZES}"),
+    "axolotl's sizes of blocks": (
+        f"{AXOLOTL_SFT}bnb_config_kwargs: {{bnb_4bit_use_double_quant: false, bnb_4bit_quant_type: nf4}}\n", "", "",
+        f"bnb_config_kwargs.bnb_4bit_use_double_quant = {SIZES}"),
+    "DeepSpeed's settings inside of the file": (
+        f"{AXOLOTL_SFT}deepspeed: {{gradient_clipping: 0.3, zero_optimization: {{offload_param: {{device: cpu}}}}}}\n",
+        "", """
+"gradients.max_norm" = 0.3
+"memory.offload_parameters" = true
+""", "not: no such file"),
     "KTO's reference, which is not computed before": (
         f"{LLAMAFACTORY_KTO}precompute_ref_log_probs: true\n", "", '"kto.reference" = "live"', KNOWN),
 }  # fmt: skip
@@ -861,10 +884,12 @@ def test_what_would_break_out_is_refused_without_a_translation(end, refusal):
         assert "holds a NUL character" in refusal(json.dumps(given | {"wandb_project": evil}))
 
 
-def test_a_deepspeed_file_with_a_schedule_or_optimizer_of_its_own(refusal, tmp_path):
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_deepspeed_file_with_a_schedule_or_optimizer_of_its_own(refusal, tmp_path, inside):
     own = '{"optimizer": {"type": "Lamb"}, "scheduler": {"type": "WarmupLR", "params": {}}}'
     (tmp_path / "own.json").write_text(own)
-    said = refusal(TRL_DPO + "deepspeed: own.json\n", "--stage", "dpo", lines=4)
+    named = own if inside else "own.json"
+    said = refusal(f"{TRL_DPO}deepspeed: {named}\n", "--stage", "dpo", lines=4)
     assert "optimizer.type = Lamb" in said and "it replaces lr_scheduler_type there" in said
 
 
