@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import cache, partial
 from itertools import chain, islice
 from math import isfinite
+from os.path import expanduser
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,7 +24,7 @@ import transformers
 from models.folders import ADAPTER_CONFIG, CONFIG, read_json, resolve_model
 from models.hf_format import weight_paths
 from models.writing import GENERATION
-from ulysses.check.run_folder import saved_checkpoints
+from ulysses.check.run_folder import is_run_folder, saved_checkpoints
 from ulysses.config.section import ConfigError, Values
 from ulysses.data import DropRowError
 from ulysses.data.read.chat import ChatTemplate
@@ -220,8 +221,8 @@ def write(load: Callable[[], Trained], rows: str, out: Path, *, reward: bool) ->
 
 def whole_model(name: str, temporary: Path) -> Path:
     """Return the folder of a whole model, which is first written to `temporary` for adapters or a checkpoint."""
-    folder = Path(name)
-    if (folder / "checkpoints").is_dir():
+    folder = Path(expanduser(name))
+    if is_run_folder(folder) or (folder / "checkpoints").is_dir():
         folder = [folder / "export", *saved_checkpoints(folder / "checkpoints")][-1]
     if (folder / "run.json").exists():
         export_checkpoint(folder.absolute(), temporary, merge=True)
@@ -272,7 +273,8 @@ def main(arguments: Sequence[str]) -> int:
             if command == "chat":
                 chat(load())
             else:
-                write(load, args.rows, args.out, reward=reward)
+                out = Path(expanduser(args.out))
+                write(load, args.rows, out, reward=reward)
     except (ValueError, OSError, FloatingPointError, RuntimeError) as error:
         # torch raises the last one for probabilities that it cannot draw from, and for too little memory
         print(f"error: {ConfigError(error)}", file=sys.stderr)

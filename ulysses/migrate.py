@@ -45,6 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--gpus", type=int, default=1, help="number of GPUs, for batch.examples"
     )
     asked = parser.parse_args(arguments)
+    if asked.gpus < 1:
+        parser.error(f"--gpus is {asked.gpus} but must be at least 1")
     try:
         file = Path(expanduser(asked.file))
         theirs = read_settings(file)

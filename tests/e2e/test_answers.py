@@ -294,6 +294,21 @@ def test_a_prompt_gets_the_variables_of_its_run(place, tmp_path, monkeypatch):
         assert len(lines(out)) == 3
 
 
+def test_a_run_without_checkpoints_answers_by_its_export_and_home_is_home(
+    place, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run, given = tmp_path / "run", ["~/run", "~/rows.jsonl", "~/out.jsonl", "--tokens", "2"]
+    shutil.copytree(place / "model", run / "export")
+    shutil.copy(place / "rows.jsonl", tmp_path)
+    write_json(run / CONFIG, {"stage": "sft"})
+    assert main(["generate", *given]) == 0 and len(lines(tmp_path / "out.jsonl")) == 3
+    shutil.rmtree(run / "export")
+    (tmp_path / "out.jsonl").unlink()
+    assert main(["generate", *given]) == 2
+    assert f"there is no folder {run}/export" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, *full((signal.SIGHUP,))])
 def test_a_chat_that_is_killed_leaves_no_merged_model(place, tmp_path, number):
     peft = pytest.importorskip("peft")

@@ -711,6 +711,15 @@ def test_aliases_that_save_writing_are_read(migrate):
     assert migrate(one)[0].model.path == "m"
 
 
+@pytest.mark.parametrize("gpus", ["0", "-8"])
+def test_a_number_of_gpus_that_is_none_is_refused(run_migrate, capsys, gpus):
+    with pytest.raises(SystemExit) as ended:
+        run_migrate(TRL_SFT, ["--stage", "sft", "--gpus", gpus], "")
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and not said.out
+    assert f"--gpus is {gpus} but must be at least 1" in said.err
+
+
 def test_json_with_tabs_is_read(tmp_path):
     (tmp_path / "run.json").write_text('{\n\t"base_model": "m"\n}')
     assert read_settings(tmp_path / "run.json") == {"base_model": "m"}
