@@ -32,11 +32,26 @@ def local_world_size(default: int = 1) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", default))
 
 
+def check_launcher() -> None:
+    """Raise RuntimeError if what a launcher says of this process is no number, or a rank that the run does not have."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        if not (text := os.environ.get(name, "0")).isdecimal():
+            raise RuntimeError(
+                f"{name} is {text!r} but must be a number; start every process as torchrun does"
+            )
+    if rank() >= world_size():
+        raise RuntimeError(
+            f"RANK is {rank()} but WORLD_SIZE is {world_size()}, and ranks begin at 0; start every process as "
+            "torchrun does"
+        )
+
+
 def complete() -> None:
     """Set the variables that the launcher has not set: deepspeed's sets only some, and one process may have none.
 
-    Raises RuntimeError for one of several processes that does not know its rank.
+    Raises RuntimeError for a rank that cannot be, and for one of several processes that does not know its rank.
     """
+    check_launcher()
     if world_size() > 1 and "RANK" not in os.environ:
         raise RuntimeError(
             f"WORLD_SIZE is {world_size()} but RANK is not set; start every process with its rank, as torchrun does"

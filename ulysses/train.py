@@ -9,7 +9,7 @@ import sys
 from time import time
 from typing import NoReturn
 
-from ulysses.environment import rank, wants_debug
+from ulysses.environment import check_launcher, rank, wants_debug
 from ulysses.imports import explained_imports, interruptible, quiet
 
 # none of these imports torch, so that a wrong command is told at once
@@ -25,6 +25,13 @@ def main(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(help_text())
         return 0
+    try:
+        check_launcher()
+    except (
+        RuntimeError
+    ) as error:  # each of the processes may be the only one that it is wrong for
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     try:
         config, options = parse_command_line(arguments)
     except ConfigError as error:

@@ -171,3 +171,25 @@ def test_a_wrong_command_is_told_before_torch_is_imported():
 def test_a_tool_that_is_started_as_a_module_does_not_end_as_if_it_had_done_its_work(command):
     with pytest.raises(SystemExit, match=f"^error: the command is: ulysses {command}$"):
         runpy.run_module(f"ulysses.{command}", run_name="__main__")
+
+
+@pytest.mark.parametrize(
+    "variables, wrong",
+    rows_of("""
+RANK= WORLD_SIZE=2 => RANK is '' but must be a number; start every process as torchrun does
+RANK=1 WORLD_SIZE=two => WORLD_SIZE is 'two' but must be a number
+RANK=0 WORLD_SIZE=1 LOCAL_RANK=-1 => LOCAL_RANK is '-1' but must be a number
+RANK=2 WORLD_SIZE=2 => RANK is 2 but WORLD_SIZE is 2, and ranks begin at 0
+RANK=3 => RANK is 3 but WORLD_SIZE is 1, and ranks begin at 0
+"""),
+)
+def test_a_rank_that_cannot_be_is_refused_before_others_wait_for_it(
+    variables, wrong, monkeypatch, capsys
+):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (variable.split("=") for variable in variables.split()):
+        monkeypatch.setenv(name, value)
+    assert main([*BASE.split(), "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {wrong}") and said.count("\n") == 1
