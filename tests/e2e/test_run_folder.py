@@ -106,6 +106,26 @@ def test_what_changed_since_a_checkpoint_is_told_and_other_data_are_refused(tmp_
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("left", [None, "", "{}"])
+def test_a_run_whose_config_json_was_emptied_goes_on(tmp_path, left):
+    """What else stands in its place is somebody's, and is not replaced."""
+    ranks(arguments(tmp_path), 1)
+    config = tmp_path / "run/config.json"
+    whole = config.read_text()
+    config.unlink()
+    if left is not None:
+        config.write_text(left)
+    again = arguments(tmp_path, "--run.resume auto --run.steps 3")
+    if left:
+        ranks(again, 1, code=2).refused("holds .*config.json.*, but run.output needs a new")
+        assert config.read_text() == left
+    else:
+        assert "step-2 at step 2" in ranks(again, 1).stdout
+        assert config.read_text() == whole.replace('"steps": 2', '"steps": 3').replace(
+            '"resume": "never"', '"resume": "auto"'
+        )
+
+
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
 

@@ -89,6 +89,10 @@ def check_folders(
         if not (lies_in(config.sampler_folder, output) or _has_served(config)):
             check_empty(config.sampler_folder, "ppo.sampler_folder")
     has_begun = output.is_dir() and {*os.listdir(output)} <= BEFORE_CONFIG
+    # a power cut may have emptied the run's config.json, whose next start writes it again
+    written = output / "config.json"
+    is_emptied = not (written.exists() and written.stat().st_size)
+    has_begun |= is_emptied and bool(saved_checkpoints(output / "checkpoints"))
     if not has_begun and not is_run_folder(output):
         check_empty(output, "run.output")
     if config.run.export and resume_from is None:
