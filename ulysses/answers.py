@@ -243,7 +243,7 @@ def main(arguments: Sequence[str]) -> int:
     add("folder", help="an export, a run, a checkpoint, adapters, or the hub id of a model")
     if command != "chat":
         add("rows", help="prompts, or answers to be scored, in any format of the training data")
-        add("out", type=Path, help="new file of JSON lines: the rows and what the model says")
+        add("out", help="new file of JSON lines: the rows and what the model says")
     if not reward:
         add("--tokens", type=int, default=1024, help="of the longest answer")
         add(
@@ -273,8 +273,7 @@ def main(arguments: Sequence[str]) -> int:
             if command == "chat":
                 chat(load())
             else:
-                out = Path(expanduser(args.out))
-                write(load, args.rows, out, reward=reward)
+                write(load, args.rows, Path(expanduser(args.out)), reward=reward)
     except (ValueError, OSError, FloatingPointError, RuntimeError) as error:
         # torch raises the last one for probabilities that it cannot draw from, and for too little memory
         print(f"error: {ConfigError(error)}", file=sys.stderr)

@@ -36,13 +36,10 @@ def check_launcher() -> None:
     """Raise RuntimeError if what a launcher says of this process is no number, or a rank that the run does not have."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         if not (text := os.environ.get(name, "0")).isdecimal():
-            raise RuntimeError(
-                f"{name} is {text!r} but must be a number; start every process as torchrun does"
-            )
+            raise RuntimeError(f"{name} is {text!r} but must be a number, as torchrun sets it")
     if rank() >= world_size():
         raise RuntimeError(
-            f"RANK is {rank()} but WORLD_SIZE is {world_size()}, and ranks begin at 0; start every process as "
-            "torchrun does"
+            f"RANK is {rank()} but WORLD_SIZE is {world_size()}, and ranks begin at 0"
         )
 
 

@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     asked = parser.parse_args(arguments)
     if asked.gpus < 1:
-        parser.error(f"--gpus is {asked.gpus} but must be at least 1")
+        parser.error("--gpus must be at least 1")
     try:
         file = Path(expanduser(asked.file))
         theirs = read_settings(file)

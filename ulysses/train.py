@@ -27,13 +27,10 @@ def main(arguments: list[str]) -> int:
         return 0
     try:
         check_launcher()
-    except (
-        RuntimeError
-    ) as error:  # each of the processes may be the only one that it is wrong for
+        config, options = parse_command_line(arguments)
+    except RuntimeError as error:  # told by this process, the only one that knows it
         print(f"error: {error}", file=sys.stderr)
         return 2
-    try:
-        config, options = parse_command_line(arguments)
     except ConfigError as error:
         report_config_error(error, debug=debug)
         return 2

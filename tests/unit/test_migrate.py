@@ -717,7 +717,7 @@ def test_a_number_of_gpus_that_is_none_is_refused(run_migrate, capsys, gpus):
         run_migrate(TRL_SFT, ["--stage", "sft", "--gpus", gpus], "")
     said = capsys.readouterr()
     assert ended.value.code == 2 and not said.out
-    assert f"--gpus is {gpus} but must be at least 1" in said.err
+    assert "--gpus must be at least 1" in said.err
 
 
 def test_json_with_tabs_is_read(tmp_path):

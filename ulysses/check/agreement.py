@@ -76,8 +76,8 @@ def check_same_run(config: Config, shape: ModelConfig, checkpoint: Path) -> None
     fixed = [key for key in shape.to_hf() if key not in FREE_KEYS]
     adapted = ["model.quantize", "model.lora.rank"]
     if config.model.lora.rank:
-        adapted += ["model.lora.targets", "model.lora.train"]
-        adapted += ["model.lora.alpha", "model.lora.rslora"]  # what adapters are multiplied by
+        # alpha and rslora are what adapters are multiplied by
+        adapted += [f"model.lora.{name}" for name in ("targets", "train", "alpha", "rslora")]
         if (Path(str(theirs["model.path"])) / ADAPTER_CONFIG).exists():
             adapted.append("model.path")  # an adapter that was merged into its base
     for name in (*ALLOWED_ANYWAY, *fixed, *adapted):

@@ -91,8 +91,8 @@ def check_folders(
     has_begun = output.is_dir() and {*os.listdir(output)} <= BEFORE_CONFIG
     # a power cut may have emptied the run's config.json, whose next start writes it again
     written = output / "config.json"
-    is_emptied = not (written.exists() and written.stat().st_size)
-    has_begun |= is_emptied and bool(saved_checkpoints(output / "checkpoints"))
+    if not (written.exists() and written.stat().st_size):
+        has_begun |= saved_checkpoints(output / "checkpoints") != []
     if not has_begun and not is_run_folder(output):
         check_empty(output, "run.output")
     if config.run.export and resume_from is None:
