@@ -76,10 +76,10 @@ def check_same_run(config: Config, shape: ModelConfig, checkpoint: Path) -> None
     fixed = [key for key in shape.to_hf() if key not in FREE_KEYS]
     adapted = ["model.quantize", "model.lora.rank"]
     if config.model.lora.rank:
-        # alpha and rslora are what adapters are multiplied by
-        adapted += [f"model.lora.{name}" for name in ("targets", "train", "alpha", "rslora")]
+        adapted += ["model.lora.targets", "model.lora.train"]
         if (Path(str(theirs["model.path"])) / ADAPTER_CONFIG).exists():
             adapted.append("model.path")  # an adapter that was merged into its base
+        adapted += ["model.lora.alpha", "model.lora.rslora"]  # what adapters are multiplied by
     for name in (*ALLOWED_ANYWAY, *fixed, *adapted):
         anyway = name in ALLOWED_ANYWAY
         if ours[name] != theirs.get(name) and not (anyway and config.run.resume_anyway):
