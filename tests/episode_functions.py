@@ -19,3 +19,10 @@ async def branches(row: dict[str, Any], model: Any) -> None:
     if len(first.text) % 2:
         await model.chat(messages[1:])
     await model.chat([*row["messages"], *messages])
+
+
+async def some_too_long(row: dict[str, Any], model: Any) -> float:
+    """Answer a question after some words which, for two of the demo's answers, leave no room for a turn."""
+    words = "word " * (400 if row["answer"] in ("wood", "stone") else 1)
+    turn = await model.chat([{"role": "user", "content": words}, *row["messages"]])
+    return float(len(turn.text))

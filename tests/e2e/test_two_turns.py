@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.e2e.launch import rows, tiny, without_times
+from tests.e2e.launch import ranks, rows, tiny, without_times
 from tests.e2e.test_stage_runs import on_ranks
 from tests.sampling_server import SamplingServer, load
 
@@ -82,3 +82,24 @@ def test_two_turns_with_a_server(tmp_path):
     assert min(map(min, limits)) < 8 == max(map(max, limits))
     # three episodes of each rollout ask a server, and of three held-out ones two ask the first
     assert [*map(len, asked)] == [3 * 3 * 2 + 2 * 2, 3 * 3 * 2 + 2]
+
+
+def test_episodes_whose_first_prompts_have_no_room_are_dropped_and_counted(tmp_path):
+    """A held-out set of one prompt has none left, and no metrics; the rest is the same on any ranks."""
+    one = rows("ppo_eval", 1).replace("}", ',"name":"one"}')
+    typed = f"--data.eval {one} --run.samples 0"
+    lines = on_one_and_two(tmp_path, typed, "some_too_long")
+    assert len(lines) == 3 and "eval/objective/scores" in lines[-1]
+    assert not any(key.startswith("eval/one/") for key in lines[-1])
+    done = ranks(two_turns(tmp_path / "again", typed, "some_too_long"), 1)
+    told = [line for line in done.stdout.splitlines() if line.startswith("dropped ")]
+    why = "episodes: their first prompts leave no room for a turn in ppo.max_episode_tokens"
+    counts = [line.removeprefix("dropped ").removesuffix(why) for line in told]
+    assert counts == ["2 of 6 ", "2 of 6 ", "1 of 3 ", "1 of 1 "]
+
+
+def test_a_rollout_without_a_turn_ends_the_run(tmp_path):
+    """As the last rollout of an epoch of seven prompts, three at a time, may be one."""
+    typed = f"--data.train {rows('ppo_eval', 1)} --run.samples 0"
+    ended = ranks(two_turns(tmp_path, typed, "some_too_long"), 1, code=1)
+    ended.refused("no episode of rollout 2 has a turn to train on; raise ppo.max_episode_tok")

@@ -462,6 +462,7 @@ def test_several_rewards_have_weights_and_held_out_prompts_show_each_by_name():
     asked = Mock(scored=lambda number, *_: rounds[number % 2])
     stage = PpoStage(Config(stage="ppo", ppo=section), maker=asked)
     prompts = Mock(steps_per_epoch=2)
+    prompts.indices.return_value = [0]
     prompts.sets.return_value = {"": prompts}
     metrics = stage.evaluate(prompts)
     assert metrics["objective/scores"] == pytest.approx(3.5 / 4) == -metrics["loss"]

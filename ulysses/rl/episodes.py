@@ -62,6 +62,8 @@ class EpisodeLoop(Thread):
     ) -> list[Trajectory]:
         """Run episodes, and return the trajectories of one after the other, with the scores that functions return.
 
+        An episode whose first prompt has no room for a turn has none.
+
         Args:
             rows: the number of the data row, and the row, by the numbers of the episodes in the rollout.
 
@@ -159,7 +161,7 @@ class Episodes(Requests):
         except BaseException as error:
             # no room for another turn is an end like others; what a program makes of that is its own
             is_end = model.was_refused or _comes_from_the_end(error)
-            problem = "" if is_end and model.turns else failure(error)
+            problem = "" if is_end else failure(error)
         if problem := problem or self._fault(score, model):
             raise UserCodeError(
                 f"the rollout {self.ppo.rollout} on example {episode.index} {problem}"
@@ -173,7 +175,7 @@ class Episodes(Requests):
 
     def _fault(self, score: Any, model: Model) -> str:
         """Return the end of a sentence about what is wrong with a function that has returned, or nothing."""
-        if not model.turns:
+        if not (model.turns or model.is_over):
             return "never called the model, so that there is nothing to train on; call model.chat or model.complete"
         if score is None and (model.is_over or self.ppo.reward):
             return ""

@@ -351,8 +351,8 @@ class PpoStage(ReferencedStage):
                 self.maker.parts.phase("sampling")
                 number = next(numbers)
                 local = self.maker.draw(number, loader.dataset, prompts)
-                made = self.maker.scored(number, loader.dataset, local)
-                answers += episodes_of(made.trajectories)
+                if made := self.maker.scored(number, loader.dataset, local, len(prompts)):
+                    answers += episodes_of(made.trajectories)
             all_answers += answers
             if name:
                 of_sets |= {f"{name}/{key}": x for key, x in _scores(answers).items()}
@@ -370,5 +370,7 @@ class PpoStage(ReferencedStage):
 
 
 def _scores(answers: list[list[Trajectory]]) -> Metrics:
+    if not answers:  # no episode had a turn, which has been said
+        return {}
     metrics = {name: float(x) for name, x in answer_metrics(answers).items()}
     return {"loss": -metrics[SCORES], **metrics}

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from losses.ppo import MAX_LOG_RATIO, kl_estimate, token_rewards
-from ulysses.config.section import LARGEST
+from ulysses.config.section import LARGEST, UserCodeError
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import gather
@@ -137,7 +137,12 @@ class RolloutMaker:
             if not is_new:  # else the weights are still the same
                 self.synchronise(number + 1)
             self.ahead = in_thread(self.draw, number + 1, dataset, following, K)
-        rollout = self.scored(number, dataset, local)
+        rollout = self.scored(number, dataset, local, K * len(indices))
+        if rollout is None:
+            raise UserCodeError(
+                f"no episode of rollout {number} has a turn to train on; raise ppo.max_episode_tokens, or remove rows "
+                "that are too long"
+            )
         sampled = time.perf_counter()
         self.complete(rollout)
         rollout.metrics["time/waiting"] = (came - began) / (came - (self.collected or began))
@@ -186,9 +191,13 @@ class RolloutMaker:
         ]
 
     def scored(
-        self, number: int, dataset: TokenizedDataset, local: list[Trajectory]
-    ) -> Rollout:
-        """Score this rank's answers, and lay out those of all ranks."""
+        self, number: int, dataset: TokenizedDataset, local: list[Trajectory], asked: int = 0
+    ) -> Rollout | None:
+        """Score this rank's answers, and lay out those of all ranks, or return None if none has come.
+
+        Args:
+            asked: how many answers or episodes were wanted of all ranks; of those that have no turn a line tells.
+        """
         self.parts.phase("reward")
         # the last branch stands for an episode, whose function may have scored it
         lasts = [last for *_, last in episodes_of(local) if not last.scores]
@@ -196,6 +205,13 @@ class RolloutMaker:
             self.reward(lasts, dataset.row)
         self.parts.phase("rollout")
         trajectories = sorted(chain(*gather(local)), key=lambda one: one.episode)
+        if (lost := asked - len(episodes_of(trajectories))) > 0:
+            self.parts.say(
+                f"dropped {lost} of {asked} episodes: their first prompts leave no room for a turn in "
+                "ppo.max_episode_tokens"
+            )
+        if not trajectories:
+            return None
         rollout = self.laid_out(number, trajectories)
         if scorer := self.parts.frozen.get("reward"):
             with scorer.inference():
