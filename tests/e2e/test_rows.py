@@ -155,6 +155,31 @@ def test_a_program_samples_and_learns(tmp_path, world):
             assert learnt[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-5), name
 
 
+def heard(words, rows):
+    """What a run says until a program has learnt from its own rows, and what more when it trains on the data's."""
+    run, lines = TrainingRun(configured(words)), []
+    run.say = lines.append
+    run.__enter__()
+    run.learn(rows)
+    count = len(lines)
+    run.train()
+    run.resources.close()
+    return lines[:count], lines[count:]
+
+
+def test_remarks_about_the_data_are_not_about_a_programs_own_rows(tmp_path):
+    typed = "--batch.examples 9 --run.steps 4 --optimizer.lr 0"
+    [(first, then)] = run_distributed(heard, 1, from_rows(tmp_path, typed), saved(), cpu=True)
+    assert any(line.startswith("optimizer.lr is 0") for line in first)
+    remarks = [[line for line in lines if "batch.examples" in line] for lines in (first, then)]
+    assert remarks == [
+        [],
+        [
+            "a step takes 9 examples (batch.examples) but the data has only 4: every step trains on all of them"
+        ],
+    ]
+
+
 def what_is_refused(run, rows):
     """What is refused leaves the rollout as it is; then sampling takes the steps that are left of it."""
     trainer, maker = run.trainer, run.trainer.stage.maker

@@ -164,11 +164,6 @@ def remarks(inputs: RunInputs, loader: StepLoader) -> Iterator[str]:
         if inputs.weights.adapters:
             how = f"continued; its base is {config.model.path}"
         yield f"model.path {files.folder} is an adapter, which is {how}"
-    data = config.data
-    if data.eval and (
-        both := repeated_data(parse_sources(data.train), parse_sources(data.eval))
-    ):
-        yield f"data.eval reads what data.train trains on, so it is not held out: {', '.join(both)}"
     rate, warmup = config.optimizer.lr, config.optimizer.warmup
     if not rate:
         yield "optimizer.lr is 0: no weight will change"
@@ -183,6 +178,15 @@ def remarks(inputs: RunInputs, loader: StepLoader) -> Iterator[str]:
                 f"model.tokenizer has {known} tokens but the model's vocabulary has {vocabulary}: it may belong to "
                 "another model, whose tokens mean something else"
             )
+
+
+def remarks_on_data(config: Config, loader: StepLoader) -> Iterator[str]:
+    """Yield such lines about the data that a run's own loop trains on."""
+    data = config.data
+    if data.eval and (
+        both := repeated_data(parse_sources(data.train), parse_sources(data.eval))
+    ):
+        yield f"data.eval reads what data.train trains on, so it is not held out: {', '.join(both)}"
     groups, per_epoch = loader.data_parallel_size, loader.examples_per_epoch
     examples = min(loader.examples_per_step, per_epoch)
     if examples < groups:

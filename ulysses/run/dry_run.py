@@ -8,7 +8,7 @@ from math import inf
 import torch
 
 from ulysses.check.input_files import RunInputs
-from ulysses.check.preflight import prepare, remarks
+from ulysses.check.preflight import prepare, remarks, remarks_on_data
 from ulysses.check.run_folder import resume_point
 from ulysses.check.setting_checks import check_trackers
 from ulysses.config.schema import Config, Options
@@ -115,6 +115,7 @@ def _plan_steps(
         print(
             f"{len(train)} examples, {per_epoch} steps per epoch, {total} steps; {train.report}",
             *remarks(inputs, loader),
+            *remarks_on_data(config, loader),
             sep="\n",
         )
     else:

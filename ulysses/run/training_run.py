@@ -20,7 +20,7 @@ from models.writing import is_wider
 from ulysses import environment
 from ulysses.check.agreement import agree, changes, facts_of
 from ulysses.check.kernel_proof import check_kernel
-from ulysses.check.preflight import prepare, remarks
+from ulysses.check.preflight import prepare, remarks, remarks_on_data
 from ulysses.check.run_folder import digests_of_inputs, hold_output, restarts
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
@@ -280,6 +280,9 @@ class TrainingRun:
     def train(self) -> None:
         """Train to the end (or to a requested stop), evaluating, saving and exporting as configured."""
         trainer, run, folder = self.trainer, self.config.run, self.config.output
+        # a program's own loop may name data for the plan alone
+        for line in remarks_on_data(self.config, trainer.loader):
+            self.say(line)
         self._open_log(signals=True)
         trainer.train()
         if run.export and not trainer.stop_requested:
