@@ -156,11 +156,12 @@ def test_a_program_samples_and_learns(tmp_path, world):
 
 
 def heard(words, rows):
-    """What a run says until a program has learnt from its own rows, and what more when it trains on the data's."""
+    """What a run says while a program learns twice from its own rows, and what more when it trains on the data's."""
     run, lines = TrainingRun(configured(words)), []
     run.say = lines.append
     run.__enter__()
-    run.learn(rows)
+    for _ in range(2):
+        run.learn([{**row, "advantage": 1.0} for row in rows])
     count = len(lines)
     run.train()
     run.resources.close()
@@ -168,9 +169,10 @@ def heard(words, rows):
 
 
 def test_remarks_about_the_data_are_not_about_a_programs_own_rows(tmp_path):
-    typed = "--batch.examples 9 --run.steps 4 --optimizer.lr 0"
+    typed = "--batch.examples 9 --run.steps 6 --optimizer.lr 0"
     [(first, then)] = run_distributed(heard, 1, from_rows(tmp_path, typed), saved(), cpu=True)
     assert any(line.startswith("optimizer.lr is 0") for line in first)
+    assert first.count("the column 'advantage' was not read") == 1
     remarks = [[line for line in lines if "batch.examples" in line] for lines in (first, then)]
     assert remarks == [
         [],

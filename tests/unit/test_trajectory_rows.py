@@ -119,6 +119,33 @@ def test_the_rows_of_a_group_may_stand_anywhere_and_sources_share_none(tmp_path,
     assert [(one.group, one.episode) for one in drawn] == [(0, 0), (1, 1), (1, 2)]
 
 
+UNREAD = """
+date source info task example_id prompt_id prompt completion =>
+loss_mask completion_mask env_masks ref_logprobs rollout_log_probs old_logps => all
+advantage token_advantages rewards score format_reward values returns => all
+loss_weight weight train trainable labels temperature top_p top_k => all
+is_truncated truncated finish_reason stop_reason done episode branch_id => all
+prompt_ids completion_ids input_ids images multi_modal_inputs pixel_values => all
+"""
+
+
+@pytest.mark.parametrize("keys, told", rows_of(UNREAD))
+def test_a_column_that_means_something_elsewhere_is_counted(tmp_path, open_sources, keys, told):
+    """As of the rows of other formats: not if it is empty, is read under our name, or is given up."""
+    keys, path = keys.split(), tmp_path / "rows.jsonl"
+    row, empty = {**ROW, **{key: [1, 2] for key in keys}}, {**ROW, **dict.fromkeys(keys)}
+    write_rows(path, [row, empty, row, ROW])
+
+    def notes(**columns):
+        source = {"path": str(path), "columns": columns}
+        data = open_sources([source], "trajectory", vocabulary=10, cache=f"{len(columns)}")
+        return data.report.notes
+
+    assert notes() == {f"the column {name!r} was not read": 2 for name in keys if told}
+    write_rows(path, [row])
+    assert not notes(**{f"unused{n}": name for n, name in enumerate(keys)})
+
+
 # how many of two rows have advantages, the settings, and whether they fit
 FITTING = """
 0 advantage=gae => yes

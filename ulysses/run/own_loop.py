@@ -67,8 +67,10 @@ def learn(trainer: Trainer, rows: Sequence[Mapping[str, object]]) -> Metrics:
     limits = trainer.engine.module.config.vocab_size, stage.requirements.longest_example
     groups, given = defaultdict(list), []
     for n, row in enumerate(gather(rows)[0]):
+        # the first row of all tells what is not read
+        note = str if n or trainer.metrics else trainer.say
         try:
-            columns = read_trajectory(RawRow(0, "", row), {}, *limits)
+            columns = read_trajectory(RawRow(0, "", row), {}, *limits, note)
         except BadRowError as error:
             raise ValueError(f"trajectory {n} {error}") from None
         groups[columns["_prompt"]].append(columns)
@@ -90,9 +92,9 @@ def learn(trainer: Trainer, rows: Sequence[Mapping[str, object]]) -> Metrics:
     check_fits(max(len(one.whole) for one in found), maker.parts.tokens_per_microbatch)
     finish_rollout(trainer)
     maker.rollout = maker.made_of(trainer.step // per_rollout, found)
-    metrics = take_steps(trainer, per_rollout)
+    take_steps(trainer, per_rollout)
     trainer.watch.pause()
-    return metrics
+    return trainer.metrics
 
 
 def finish_rollout(trainer: Trainer) -> None:
@@ -101,20 +103,18 @@ def finish_rollout(trainer: Trainer) -> None:
     take_steps(trainer, min(rest, trainer.total_steps - trainer.step))
 
 
-def take_steps(trainer: Trainer, count: int) -> Metrics:
-    """Take steps, evaluate, log and save as configured, and return the metrics of the last one.
+def take_steps(trainer: Trainer, count: int) -> None:
+    """Take steps, evaluate, log and save as configured.
 
     Raises InterruptedError, with a checkpoint saved, if the run was asked to stop before its last step, as when its log
     cannot be written.
     """
-    metrics = trainer.metrics
     for _ in range(count):
-        metrics = trainer.advance()
+        trainer.advance()
         if trainer.stop_requested and trainer.step < trainer.total_steps:
             raise InterruptedError(
                 f"the run was asked to stop, and has saved step {trainer.step}"
             )
-    return metrics
 
 
 def ppo_stage(trainer: Trainer) -> PpoStage:

@@ -4,6 +4,7 @@
 """
 
 import hashlib
+import re
 from itertools import compress
 from typing import Annotated, Any
 
@@ -16,6 +17,12 @@ from ulysses.data.read.formats import column_of
 from ulysses.data.read.messages import from_json
 from ulysses.data.read.sources import RawRow
 
+# columns that mean something to other programs, and are counted because they are not read here
+UNREAD = re.compile(
+    "(.*_)?(masks?|labels?|log_?probs?|logps?|advantages?|rewards?|scores?|returns?|values?|weights?|loss(es)?|truncated)|"
+    "train(ing|able)?|temperature|top_[pk]|(finish|stop)_reason|done|ended|episode(_id)?|branch(_id)?|images?|"
+    "multi_modal.*|pixel_.*|(input|prompt|completion|response|position|token_type)_ids"
+)
 Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
 
 
@@ -37,7 +44,7 @@ class TrajectoryRow(BaseModel):
 
 
 def read_trajectory(
-    raw: RawRow, columns: dict[str, str], vocabulary: int, longest: int
+    raw: RawRow, columns: dict[str, str], vocabulary: int, longest: int, note: Any = str
 ) -> dict[str, Any]:
     """Return a row as an example with one sequence, in the columns that tokenise.py writes.
 
@@ -47,6 +54,7 @@ def read_trajectory(
         columns: {our key: the row's}, for keys of other names.
         vocabulary: how many tokens there are.
         longest: the most tokens of a row.
+        note: is called with what the report should count.
 
     Raises BadRowError for a row that cannot be trained on.
     """
@@ -79,6 +87,9 @@ def read_trajectory(
     ):
         if is_wrong:
             raise BadRowError(fault)
+    for name in filter(UNREAD.fullmatch, {*row} - {*vars(found), *columns.values()}):
+        if row[name] is not None:
+            note(f"the column {name!r} was not read")
     group = hashlib.sha256(repr((raw.source, found.group)).encode()).digest()
     return {
         "tokens": np.array(tokens, np.int32),
