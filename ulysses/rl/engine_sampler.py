@@ -10,12 +10,7 @@ from ulysses.config.schema import ModelSection
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.progress import progress
 from ulysses.rl.any_sampler import AnySampler
-from ulysses.rl.sampler import (
-    Requests,
-    Sampler,
-    SamplingOptions,
-    fitting_slots,
-)
+from ulysses.rl.sampler import Requests, Sampler, SamplingOptions, fitting_slots
 from ulysses.zero.engine import ZeroEngine, gathered_weights
 
 MOST_SLOTS = 512  # of an automatic batch

@@ -160,8 +160,8 @@ class Episodes(Requests):
             score = await self.function(deepcopy(episode.row), model)
         except BaseException as error:
             # no room for another turn is an end like others; what a program makes of that is its own
-            is_end = model.was_refused or _comes_from_the_end(error)
-            problem = "" if is_end else failure(error)
+            if not (model.was_refused or _comes_from_the_end(error)):
+                problem = failure(error)
         if problem := problem or self._fault(score, model):
             raise UserCodeError(
                 f"the rollout {self.ppo.rollout} on example {episode.index} {problem}"

@@ -340,7 +340,8 @@ class PpoStage(ReferencedStage):
 
     def evaluate(self, source: StepLoader) -> Metrics:
         """Answer the held-out prompts and return the metrics of their answers; the loss is minus the mean score."""
-        self.maker.synchronise()
+        maker = self.maker
+        maker.synchronise()
         all_answers: list[list[Trajectory]] = []
         of_sets: Metrics = {}
         numbers = count(EVALUATION)
@@ -348,10 +349,10 @@ class PpoStage(ReferencedStage):
             answers: list[list[Trajectory]] = []
             for k in range(loader.steps_per_epoch):
                 prompts = loader.indices(0, k)
-                self.maker.parts.phase("sampling")
+                maker.parts.phase("sampling")
                 number = next(numbers)
-                local = self.maker.draw(number, loader.dataset, prompts)
-                if made := self.maker.scored(number, loader.dataset, local, len(prompts)):
+                local = maker.draw(number, loader.dataset, prompts)
+                if made := maker.scored(number, loader.dataset, local, len(prompts)):
                     answers += episodes_of(made.trajectories)
             all_answers += answers
             if name:

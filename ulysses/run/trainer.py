@@ -114,8 +114,8 @@ class Trainer:
                 f"stopped at step {self.step} {why}; checkpoint step-{self.step} continues with --run.resume auto"
             )
 
-    def advance(self) -> Metrics:
-        """Take one step, evaluate, save and log as configured, and return the metrics.
+    def advance(self) -> None:
+        """Take one step, evaluate, save and log as configured.
 
         An error gets a note with the step at which it happened.
         """
@@ -158,7 +158,6 @@ class Trainer:
         except BaseException as error:
             error.add_note(f"step {current}")
             raise
-        return values
 
     @property
     def finished(self) -> bool:
