@@ -79,6 +79,7 @@ def run(
     template="qwen2.5",
     rollouts=1,
     pause=0.0,
+    renew=lambda: None,
     **ppo,
 ):
     """The trajectories of the last rollout, whose function is `function`, and its sampler."""
@@ -90,7 +91,7 @@ def run(
         tokenizer=tokenizer,
         template=ChatTemplate(tokenizer, template),
         weights=SimpleNamespace(shape=shape),
-        renew=lambda: None,
+        renew=renew,
     )
     numbered = {3 + n: (40 + n, row) for n, row in enumerate(rows)}
     with closing(EpisodeLoop(settings, parts, longest)) as thread:
@@ -278,6 +279,49 @@ def test_only_its_own_time_counts_against_an_episode(tokenizer):
 
     found, _ = run(tokenizer, in_threads, "a", rows=[{}] * 150, reward_timeout=2)
     assert len(found) == 150
+
+
+def test_only_an_episode_whose_clock_runs_is_progress(tokenizer, monkeypatch):
+    """While code beside a call holds the event loop, no clock runs, and the watch ends what never gives way."""
+    monkeypatch.setattr(episodes, "LOOK_SECONDS", 0.01)
+    renewed, during = [], []
+
+    async def holds_the_loop(row, model):
+        async def tool():
+            before = len(renewed)
+            time.sleep(0.5)
+            during.append(len(renewed) - before)
+
+        await asyncio.gather(model.complete([5]), tool())
+        until(lambda: renewed)
+        return 1.0
+
+    run(tokenizer, holds_the_loop, "a", renew=lambda: renewed.append(1))
+    assert renewed and during == [0]
+
+
+def test_a_program_that_asks_beyond_the_end_of_its_episode_is_told_so(tokenizer):
+    """Nobody would answer it any more; the run goes on meanwhile."""
+    told = []
+
+    async def leaves(row, model):
+        await model.complete([5])
+        body = {"messages": [{"role": "user", "content": "a"}]}
+        given = f"{model.base_url}/chat/completions", model.api_key, body
+        told.append(asyncio.get_running_loop().run_in_executor(None, posted, *given))
+        while model.calls < 2:
+            await asyncio.sleep(0.001)
+        return 1.0
+
+    class Waits(EpisodeLoop):
+        def close(self):
+            asyncio.run_coroutine_threadsafe(asyncio.wait_for(told[0], 20), self.loop).result()
+            super().close()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "EpisodeLoop", Waits)
+        run(tokenizer, leaves, "a", "b")
+    assert told[0].result()[0] == 410
 
 
 def test_an_episode_does_not_hold_up_the_end_of_the_run(tokenizer, monkeypatch):

@@ -171,6 +171,8 @@ class Episodes(Requests):
             for one in found:
                 one.scores = {self.ppo.rollout: math.fsum([score or 0])}
         del self.running[number], self.thread.endpoint.models[model.api_key]
+        for future in tuple(episode.futures.values()):
+            future.cancel()  # nobody will answer a program that still waits
         return found
 
     def _fault(self, score: Any, model: Model) -> str:
@@ -224,7 +226,9 @@ class Episodes(Requests):
             except Empty:
                 if found or not wait:
                     break
-                self.thread.parts.renew()
+                # one that waits for the event loop may wait for code that never gives way, which is no progress
+                if slowest and slowest.since < math.inf:
+                    self.thread.parts.renew()
                 continue
             if isinstance(new, Request):
                 found.append(new)
@@ -234,15 +238,14 @@ class Episodes(Requests):
 
     def answer(self, request: Request, completion: Completion) -> None:
         episode = self.running.get(request.number)
-        if episode and request.call in episode.futures:
+        if episode and (future := episode.futures.pop(request.call, None)):
             episode.since = math.inf
-        future = episode and episode.futures.pop(request.call, None)
 
-        def deliver() -> None:
-            if future and not future.done():  # the function may not wait any longer
-                future.set_result(completion)
+            def deliver() -> None:
+                if not future.done():  # the function may not wait any longer
+                    future.set_result(completion)
 
-        self.thread.loop.call_soon_threadsafe(deliver)
+            self.thread.loop.call_soon_threadsafe(deliver)
 
 
 def _comes_from_the_end(error: BaseException | None) -> bool:
