@@ -97,14 +97,14 @@ class Endpoint(ThreadingHTTPServer):
         length = int(request.headers["Content-Length"] or 0)
         if not 0 <= length <= MOST_BYTES:
             return _refused(413, f"a request has at most {MOST_BYTES} bytes")
-        body = json.loads(request.rfile.read(length))
+        sent = json.loads(request.rfile.read(length)).items()
+        body = {name: value for name, value in sent if value is not None}
         for name in body.keys() - READ:
             wanted = self.fixed.get(name, False)
-            if body[name] not in (None, wanted):
+            if body[name] != wanted:
                 given = f"{name} is {body[name]!r:.50}"
                 return _refused(400, f"{given} but in this run it is {wanted!r}")
-        limits = body.get("max_completion_tokens"), body.get("max_tokens")
-        limit = next((each for each in limits if each is not None), None)
+        limit = body.get("max_completion_tokens", body.get("max_tokens"))
 
         async def chat() -> Turn:
             client, task = request.connection, asyncio.current_task()

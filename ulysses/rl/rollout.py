@@ -145,9 +145,11 @@ class RolloutMaker:
             )
         sampled = time.perf_counter()
         self.complete(rollout)
-        rollout.metrics["time/waiting"] = (came - began) / (came - (self.collected or began))
-        rollout.metrics["time/sampling"] = sampled - began
-        rollout.metrics["time/rollout"] = time.perf_counter() - began
+        rollout.metrics |= {
+            "time/waiting": (came - began) / (came - (self.collected or began)),
+            "time/sampling": sampled - began,
+            "time/rollout": time.perf_counter() - began,
+        }
         self.collected = came
         if is_new:  # what was answered ahead has earlier weights
             self.sampler.check_gap(rollout.metrics["sampler/logp_gap"])
