@@ -93,7 +93,10 @@ def test_episodes_whose_first_prompts_have_no_room_are_dropped_and_counted(tmp_p
     assert not any(key.startswith("eval/one/") for key in lines[-1])
     done = ranks(two_turns(tmp_path / "again", typed, "some_too_long"), 1)
     told = [line for line in done.stdout.splitlines() if line.startswith("dropped ")]
-    why = "episodes: their first prompts leave no room for a turn in ppo.max_episode_tokens"
+    why = (
+        "episodes without a turn: a first prompt left no room for one in ppo.max_episode_tokens, or the function gave "
+        "up on its calls of the model"
+    )
     counts = [line.removeprefix("dropped ").removesuffix(why) for line in told]
     assert counts == ["2 of 6 ", "2 of 6 ", "1 of 3 ", "1 of 1 "]
 

@@ -237,6 +237,23 @@ def test_an_episode_whose_first_prompt_has_no_room_is_left_out(tokenizer):
         assert (one.episode, one.row) == (4, 41)
 
 
+def test_an_episode_that_gave_up_on_its_calls_is_left_out(tokenizer):
+    """As by a time limit of its own, which is no fault of its function; what comes in time stays."""
+
+    async def may_give_up(row, model):
+        call = asyncio.ensure_future(model.complete([5]))
+        while not model.calls:
+            await asyncio.sleep(0)
+        if row["gives_up"]:
+            call.cancel()
+        await asyncio.wait([call])
+        return 1.0
+
+    rows = [{"gives_up": False}, {"gives_up": True}]
+    [one], sampler = run(tokenizer, may_give_up, "a", rows=rows, pause=0.5)
+    assert one.row == 40 and len(sampler.seen) == 2
+
+
 def test_what_is_raised_from_that_end_is_this_end(tokenizer):
     async def translates(row, model):
         try:

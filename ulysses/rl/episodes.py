@@ -62,7 +62,7 @@ class EpisodeLoop(Thread):
     ) -> list[Trajectory]:
         """Run episodes, and return the trajectories of one after the other, with the scores that functions return.
 
-        An episode whose first prompt has no room for a turn has none.
+        An episode without a turn, because its first prompt has no room for one or it gave up on its calls, has none.
 
         Args:
             rows: the number of the data row, and the row, by the numbers of the episodes in the rollout.
@@ -177,7 +177,7 @@ class Episodes(Requests):
 
     def _fault(self, score: Any, model: Model) -> str:
         """Return the end of a sentence about what is wrong with a function that has returned, or nothing."""
-        if not (model.turns or model.is_over):
+        if not model.calls:
             return "never called the model, so that there is nothing to train on; call model.chat or model.complete"
         if score is None and (model.is_over or self.ppo.reward):
             return ""

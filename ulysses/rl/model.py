@@ -75,7 +75,7 @@ class Model:
 
     Attributes:
         turns: those that have come.
-        calls: how many have been asked for.
+        calls: how many have been asked for, with room or without.
         is_over: whether one of them had no room.
         was_refused: whether a program that asks at base_url has been told so.
     """
@@ -118,13 +118,13 @@ class Model:
         most = self.max_new_tokens if most is None else index(most)
         if most < 1:
             raise ValueError(f"max_tokens is {most} but must be at least 1")
+        number, self.calls = self.calls, self.calls + 1
         room = self.longest - len(prompt)
         if room < 1:
             self.is_over = True
             raise EpisodeOverError(
                 f"{len(prompt)} tokens leave no room for a turn: ppo.max_episode_tokens is {self.longest}"
             )
-        number, self.calls = self.calls, self.calls + 1
         drawn = await self.ask(number, prompt, min(room, self.max_new_tokens, most))
         text = self.tokenizer.decode(drawn.tokens, skip_special_tokens=True).translate(NO_MARKS)
         content, calls = split_calls(text, tools) if tools else (text, [])

@@ -140,8 +140,8 @@ class RolloutMaker:
         rollout = self.scored(number, dataset, local, K * len(indices))
         if rollout is None:
             raise UserCodeError(
-                f"no episode of rollout {number} has a turn to train on; raise ppo.max_episode_tokens, or remove rows "
-                "that are too long"
+                f"no episode of rollout {number} has a turn to train on; raise ppo.max_episode_tokens, remove rows "
+                "that are too long, or give the model more time"
             )
         sampled = time.perf_counter()
         self.complete(rollout)
@@ -209,8 +209,8 @@ class RolloutMaker:
         trajectories = sorted(chain(*gather(local)), key=lambda one: one.episode)
         if (lost := asked - len(episodes_of(trajectories))) > 0:
             self.parts.say(
-                f"dropped {lost} of {asked} episodes: their first prompts leave no room for a turn in "
-                "ppo.max_episode_tokens"
+                f"dropped {lost} of {asked} episodes without a turn: a first prompt left no room for one in "
+                "ppo.max_episode_tokens, or the function gave up on its calls of the model"
             )
         if not trajectories:
             return None
