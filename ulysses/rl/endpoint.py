@@ -97,8 +97,11 @@ class Endpoint(ThreadingHTTPServer):
         length = int(request.headers["Content-Length"] or 0)
         if not 0 <= length <= MOST_BYTES:
             return _refused(413, f"a request has at most {MOST_BYTES} bytes")
-        sent = json.loads(request.rfile.read(length)).items()
-        body = {name: value for name, value in sent if value is not None}
+        body = {
+            name: value
+            for name, value in json.loads(request.rfile.read(length)).items()
+            if value is not None
+        }
         for name in body.keys() - READ:
             wanted = self.fixed.get(name, False)
             if body[name] != wanted:

@@ -122,8 +122,8 @@ class RolloutMaker:
         """
         if self.ppo.takes_rows:
             rows: Any = dataset  # rows.py
-            found = rows.trajectories(indices, self.sampler.options.stop_tokens)
-            return self.made_of(number, found)
+            stop_tokens = self.sampler.options.stop_tokens
+            return self.made_of(number, rows.trajectories(indices, stop_tokens))
         began, K = time.perf_counter(), self.ppo.answers_per_prompt
         self.parts.phase("sampling")
         is_new = self.ahead is None
@@ -138,7 +138,7 @@ class RolloutMaker:
                 self.synchronise(number + 1)
             self.ahead = in_thread(self.draw, number + 1, dataset, following, K)
         rollout = self.scored(number, dataset, local, K * len(indices))
-        if rollout is None:
+        if not rollout:
             raise UserCodeError(
                 f"no episode of rollout {number} has a turn to train on; raise ppo.max_episode_tokens, remove rows "
                 "that are too long, or give the model more time"
@@ -173,11 +173,12 @@ class RolloutMaker:
         rows = {g * each + k: indices[g] for g in local_groups for k in range(each)}
         if self.episodes is not None:
             given = {n: (row, dataset.row(row)) for n, row in rows.items()}
-            drawn = self.episodes.draw(given, self.sampler, number)
-            return [replace(one, group=one.episode // each) for one in drawn]
+            return [
+                replace(one, group=one.episode // each)
+                for one in self.episodes.draw(given, self.sampler, number)
+            ]
         prompts = {row: dataset[row].sequences[0].tokens.tolist() for row in {*rows.values()}}
         to_answer = {n: prompts[row] for n, row in rows.items()}
-        completions = self.sampler.sample(to_answer, number)
         return [
             Trajectory(
                 prompts[rows[n]],
@@ -189,7 +190,7 @@ class RolloutMaker:
                 episode=n,
                 row=rows[n],
             )
-            for n, answer in completions.items()
+            for n, answer in self.sampler.sample(to_answer, number).items()
         ]
 
     def scored(

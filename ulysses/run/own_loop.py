@@ -28,9 +28,8 @@ def sample(trainer: Trainer, prompts: Sequence[Sequence[int]]) -> list[Completio
     """
     stage = ppo_stage(trainer)
     maker, longest = stage.maker, stage.requirements.longest_example
-    vocabulary = trainer.engine.module.config.vocab_size
     given = {
-        n: prompt_tokens(prompt, vocabulary, f"prompt {n}")
+        n: prompt_tokens(prompt, trainer.engine.module.config.vocab_size, f"prompt {n}")
         for n, prompt in enumerate(gather(prompts)[0])
     }
     if not given:

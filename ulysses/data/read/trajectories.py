@@ -87,7 +87,7 @@ def read_trajectory(
     ):
         if is_wrong:
             raise BadRowError(fault)
-    for name in filter(UNREAD.fullmatch, {*row} - {*vars(found), *columns.values()}):
+    for name in filter(UNREAD.fullmatch, {*row}.difference(vars(found), columns.values())):
         if row[name] is not None:
             note(f"the column {name!r} was not read")
     group = hashlib.sha256(repr((raw.source, found.group)).encode()).digest()
