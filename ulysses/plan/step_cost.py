@@ -180,12 +180,13 @@ class Plan(NamedTuple):
     def graphs(self) -> bool:
         """Whether the layers run as CUDA graphs (memory/graphs.py)."""
         q, layers = self.question, self.question.model.total
+        if not q.machine.is_gpu or q.element_size != 2:
+            return False
         alone = self.resident and q.sp == 1 and {*self.levels} == {"none"} and not q.shares
         # the launches of experts and of linear attention depend on the rows, which no graph can follow
         steady = not (layers.copied or layers.row_flops)
         of_layer = 6 * q.rows * q.model.largest_layer
-        is_short = of_layer < GRAPH_SECONDS * PRODUCTS * q.machine.peak_flops
-        return alone and steady and is_short and q.machine.is_gpu and q.element_size == 2
+        return alone and steady and of_layer < GRAPH_SECONDS * PRODUCTS * q.machine.peak_flops
 
     @property
     def name(self) -> str:
