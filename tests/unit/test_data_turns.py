@@ -144,6 +144,57 @@ def test_a_system_text_that_only_the_last_question_shows_is_in_every_prompt(show
         shown(LAST_SYSTEM, messages, apart=False)
 
 
+def marked(text):
+    """A template that marks the assistant's tokens itself."""
+    marks = "{% generation %}{{ m.content }}{{ end }}{% endgeneration %}"
+    return "{% set end = '<|im_end|>' %}" + text.replace("{{ m.content }}</s>", marks)
+
+
+def test_marked_answers_are_trained_after_the_prompts_of_inference_too(shown):
+    """The system text moves to the newest question, but the newest text still begins with its prompt."""
+    moves = LAST_SYSTEM.replace("s if loop.last", "s if loop.last or loop.index0 == last")
+    moves = "{% set last = messages | length - 3 %}" + moves
+    messages = [Message("system", "S"), *conversation("q", "a", "r", "b")]
+    expected = ["[Q]q[/Q]a$[Q]S r[/Q][b$]", "[Q]S q[/Q][a$]"]
+    assert shown(marked(moves), messages) == (expected, [])
+    assert shown(marked(LAST_SYSTEM), messages) == (expected, [])
+
+
+def test_a_marked_answer_that_does_not_continue_its_prompt_is_left_out(shown):
+    opens = LOOP + "{% if m.role == 'assistant' %}{{ m.content }}</s>{% else %}{{ m.content }}"
+    opens = marked(opens + "{% endif %}" + END.replace("OPENS", "<think>\n"))
+    with pytest.raises(DropRowError, match="opens with '<.im_start.>assistant.n<think>"):
+        shown(opens, conversation("q", "a"))
+    texts, notes = shown(opens, conversation("q", "a", "r", THINK.format("t", "b")))
+    (note,) = notes
+    assert note.startswith("turns left out, the chat template does not write an answer where")
+    assert len(texts) == 1 and texts[0].endswith(f"[{THINK.format('t', 'b')}$]")
+
+
+# shows the first system text alone, and no results of tools
+FIRST_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+    + LOOP.replace("messages %}", "messages if m.role in ('user', 'assistant') %}")
+    + "{{ m.content | trim | upper if m.role == 'user' else m.content }}"
+    + END.replace("OPENS", "")
+)
+
+
+@pytest.mark.parametrize("role", ["system", "tool"])
+def test_an_answer_after_a_message_that_the_template_hides_is_left_out(tokenizer, shown, role):
+    """What a template writes otherwise, as this one questions, is not hidden."""
+    begin = [Message("system", "S"), *conversation(" q", "a")]
+    hides = [*begin, Message(role, "It rains."), *conversation("r", "b")]
+    note = f"the chat template does not show a {role} message"
+    kept = [f"S{ASKED.replace('q', 'Q')}[a$]"]
+    assert shown(FIRST_SYSTEM, begin) == (kept, [])
+    assert shown(FIRST_SYSTEM, hides) == (kept, [f"turns left out, {note}"])
+    with pytest.raises(DropRowError, match=note):
+        ChatTemplate(tokenizer, FIRST_SYSTEM).render(hides[:5])
+    with pytest.raises(DropRowError, match=note):
+        shown(FIRST_SYSTEM, [begin[0], hides[3], *begin[1:]])
+
+
 def calls(thinking="", content="", count=1):
     return Message("assistant", content, 1.0, (CALL,) * count, {"thinking": thinking})
 

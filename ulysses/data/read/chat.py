@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import date
 from functools import partial
-from itertools import accumulate
 from types import MappingProxyType
 
 from jinja2 import Environment, TemplateError, meta, nodes
@@ -43,6 +42,7 @@ from ulysses.data.read.tokenizer import (
     TextEncoder,
     at_marks,
     finishes,
+    marked_spans,
     template_text,
     unmarked,
 )
@@ -259,6 +259,7 @@ class ChatTemplate:
         if not answers:
             begun = bool(messages) and messages[-1].begun > 0
             text = unmarked(self._render(context, template_messages, not begun))
+            self._check_shown(template_messages, context, text)
             return [self._weighed(text.partition(BEGUN)[0], {})]
         texts = self._render_answers(template_messages, context, answers, apart, note)
         if not apart and len(texts) > 1:
@@ -284,17 +285,15 @@ class ChatTemplate:
         problems: list[DropRowError] = []
         # the newest text, and where answers stand in it
         text, spans = "", {}
-        # Only templates that know of thinking are known to write earlier turns differently.
-        rewrites = apart and "think" in self.text
+        several = len(answers) > (1 if self.marks_generation else 2)
         for i in reversed(answers):
             try:
                 if i not in spans:
                     own_text, own_spans = self._render_answer(messages, context, i)
                     # the last answer's text may show where earlier answers stand, which then need no text
-                    if not texts:
-                        if self.marks_generation:
-                            spans = {} if rewrites else own_spans
-                        elif len(answers) > 2:
+                    if several and not texts:
+                        spans = own_spans
+                        if apart or not self.marks_generation:
                             spans = self._find_answers(messages, context, own_text, own_spans)
                     spans[i] = own_spans[i]
                     # a longer text that begins with this one holds the answer at the same place
@@ -354,6 +353,7 @@ class ChatTemplate:
             raise DropRowError(
                 "an answer stands where the chat template opens no turn, before the first question"
             )
+        self._check_shown(before, context, prompt)
         is_written = False
         for spelling in spellings(message, prompt):
             text, spans = self._render_after(prompt, context, [*before, spelling])
@@ -373,6 +373,17 @@ class ChatTemplate:
             "set data.chat_template to another"
         )
 
+    def _check_shown(
+        self, messages: list[TemplateMessage], context: Context, prompt: str
+    ) -> None:
+        """Raise DropRowError if a prompt is the same whatever one of its messages says; an answer may be forgotten."""
+        for i, message in enumerate(messages):
+            role, others = message["role"], [*messages]
+            if prompt and role != "assistant" and message["content"].strip() not in prompt:
+                others[i] = message | {"content": "2" + message["content"]}
+                if unmarked(self._render(context, others, True)) == prompt:
+                    raise DropRowError(f"the chat template does not show a {role} message")
+
     def _render_after(
         self, prompt: str, context: Context, messages: list[TemplateMessage]
     ) -> tuple[str, dict[int, Span]]:
@@ -383,7 +394,7 @@ class ChatTemplate:
         parts = at_marks(self._render(context, messages))
         text, spans, last = "".join(parts), {}, len(messages) - 1
         if self.marks_generation:
-            indices, marked = _assistant_indices(messages), _marked_spans(parts)
+            indices, marked = _assistant_indices(messages), marked_spans(parts)
             if len(marked) != len(indices):
                 count = f"{len(marked)} of {len(indices)} assistant messages"
                 raise DropRowError(f"the chat template shows {count}")
@@ -398,8 +409,8 @@ class ChatTemplate:
         answer = answered.removeprefix(asked)
         if answered.startswith(asked) and text.endswith(answer):
             text = prompt + answer
-            spans = {last: (len(prompt), len(text))}
-        return text, spans
+            return text, {last: (len(prompt), len(text))}
+        return text, {}
 
     def _find_answers(
         self,
@@ -408,33 +419,37 @@ class ChatTemplate:
         text: str,
         last: dict[int, Span],
     ) -> dict[int, Span]:
-        """Find all answers in the text of the last one, by a rendering with marks around each; only `last` if in doubt.
+        """Find all answers in the text of the last one, by the template's marks or by ours; none if in doubt.
 
         Rendering every answer alone would take a time that grows with the square of the turns.
         """
         marked = messages[: max(last) + 1]
         indices = _assistant_indices(marked)
-        for i in indices:
-            content = marked[i]["content"]
-            if not content or content != content.strip() or len(marked[i]) > 2:
-                return last
-            marked[i] = {**marked[i], "content": OPEN + content + CLOSE}
         try:
             start, first = self._render_answer(messages, context, indices[0])
+            if not text.startswith(start.rstrip("\n")):
+                return {}
+            if self.marks_generation:
+                # templates that know of thinking may write any earlier turn differently
+                return {} if "think" in self.text else last
+            for i in indices:
+                content = marked[i]["content"]
+                if not content or content != content.strip() or len(marked[i]) > 2:
+                    return {}
+                marked[i] = {**marked[i], "content": OPEN + content + CLOSE}
             parts = at_marks(self._render(context, marked))
         except DropRowError:
-            return last
+            return {}
         tail = parts[-1]
-        spans = {i: (a, b + len(tail)) for i, (a, b) in zip(indices, _marked_spans(parts))}
+        spans = {i: (a, b + len(tail)) for i, (a, b) in zip(indices, marked_spans(parts))}
         is_certain = (
             "".join(parts) == text
             and len(parts) == 2 * len(indices) + 1
-            and text.startswith(start.rstrip("\n"))
             and {**first, **last}.items() <= spans.items()
             and all(part.endswith(self._opening) for part in parts[:-1:2])
             and all(part.startswith(tail) for part in parts[2::2])
         )
-        return spans if is_certain else last
+        return spans if is_certain else {}
 
     def _weighed(self, text: str, answers: dict[Span, float]) -> Rendered:
         """Cut a rendered text around weighted answers, each with the token that ends its turn, and after the last."""
@@ -460,17 +475,10 @@ class ChatTemplate:
         return after.end() if after and after[0].strip() in turn_ends else 0
 
     def _render(
-        self,
-        context: Context,
-        messages: list[TemplateMessage],
-        generation_prompt: bool = False,
+        self, context: Context, messages: list[TemplateMessage], opens: bool = False
     ) -> str:
         parts, size = [], 0
-        variables = {
-            **context,
-            **self._special_texts,
-            "add_generation_prompt": generation_prompt,
-        }
+        variables = {**context, **self._special_texts, "add_generation_prompt": opens}
         try:
             if day := variables.get("strftime_now"):
                 variables["strftime_now"] = date.fromisoformat(day).strftime
@@ -492,9 +500,3 @@ def _raise_exception(message: str) -> None:
 
 def _assistant_indices(messages: Sequence[TemplateMessage]) -> list[int]:
     return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-
-
-def _marked_spans(parts: Sequence[str]) -> list[Span]:
-    """Return where the answers stand in a text that `at_marks` has cut into parts, without the marks."""
-    edges = list(accumulate(map(len, parts)))
-    return list(zip(edges[::2], edges[1::2]))

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
+from itertools import accumulate
 from os.path import expanduser
 from pathlib import Path
 from string import printable
@@ -267,6 +268,12 @@ def _broken(match: re.Match[str]) -> str:
 def at_marks(text: str) -> list[str]:
     """Cut a rendered text at the marks around answers; the parts with odd indices are the answers."""
     return text.replace(CLOSE, OPEN).split(OPEN)
+
+
+def marked_spans(parts: Sequence[str]) -> list[tuple[int, int]]:
+    """Return where the answers stand in a text that `at_marks` has cut into parts, without the marks."""
+    edges = list(accumulate(map(len, parts)))
+    return list(zip(edges[::2], edges[1::2]))
 
 
 def unmarked(text: str) -> str:
