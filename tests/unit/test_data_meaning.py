@@ -549,7 +549,8 @@ CALLS, TEXT = OBJECT["messages"][1]["tool_calls"], json.dumps({"x": "é"})
     [
         ([{**OBJECT, "tools": None, key: tools} for key, tools in (
             ("functions", [FUNCTION]), ("tools", TOOLS), ("functions", json.dumps([FUNCTION])),
-            ("tools", json.dumps(json.dumps(TOOLS))), ("tools", [json.dumps(TOOLS[0])]))], '"description": "d"'),
+            ("tools", json.dumps(json.dumps(TOOLS))), ("tools", [json.dumps(TOOLS[0])]),
+            ("tools", [{**TOOLS[0], "function": json.dumps(FUNCTION)}]))], '"description": "d"'),
         ([{key: "s", "question": "q", "response": "a"} for key in ("system_prompt", "system")], "system\ns<|im_end|>"),
         ([OBJECT, *map(calling, (TEXT, json.dumps(TEXT), json.dumps(json.dumps(TEXT)))),
           {**OBJECT, "messages": [ASK, said("", tool_calls=json.dumps(CALLS))]},

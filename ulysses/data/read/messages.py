@@ -227,9 +227,9 @@ def parse_tools(value: object) -> list[Row]:
     problem = "'tools' must be a list of tool descriptions"
     tools = [decoded(tool, problem, Mapping) for tool in as_list(decoded(value, problem) or [])]
     tools = [t if "function" in t else {"type": "function", "function": t} for t in tools]
-    for tool in tools:
-        if not isinstance(decoded(tool["function"], problem, Mapping).get("name"), str):
-            raise BadRowError("has a tool without a name in 'tools'")
+    tools = [{**t, "function": decoded(t["function"], problem, Mapping)} for t in tools]
+    if not all(isinstance(tool["function"].get("name"), str) for tool in tools):
+        raise BadRowError("has a tool without a name in 'tools'")
     return tools
 
 
