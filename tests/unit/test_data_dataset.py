@@ -1,5 +1,7 @@
 """Tokenised datasets: weights, truncation, documents, cache keys, memory maps, inspection."""
 
+import gzip
+import json
 import os
 import shutil
 from functools import partial
@@ -61,7 +63,9 @@ def test_sft_trains_every_answer_or_the_last_or_all(trained, open_rows):
         assert trained(only(open_rows([given], train_on=train_on))) == text
     weights = only(open_rows([row])).loss_weights
     assert set(np.unique(weights)) == {0.0, 1.0, 0.25}
-    assert only(open_rows([row], train_on="all")).loss_weights.all()
+    whole = open_rows([row], train_on="all")
+    assert only(whole).loss_weights.all()
+    assert whole.report.notes == {"weights of answers not read, data.train_on is all": 1}
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.6])
@@ -270,6 +274,15 @@ def test_cache_is_keyed_by_content(tmp_path, open_rows):
     assert len(found) == 5
     # and no file of a writer is left
     assert len(os.listdir(tmp_path / "cache/tokenized")) == 5
+
+
+def test_a_file_under_another_suffix_is_another_source(tmp_path, open_sources):
+    packed = gzip.compress(json.dumps({"text": "a"}).encode())
+    lengths = []
+    for name in ("rows.txt.gz", "rows.jsonl.gz"):
+        (tmp_path / name).write_bytes(packed)
+        lengths += open_sources(str(tmp_path / name), "text").lengths.tolist()
+    assert lengths == [len('{"text": "a"}') + 1, len("a") + 1]
 
 
 def test_unwritable_cache_is_one_sentence(tmp_path, open_rows):

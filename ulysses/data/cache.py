@@ -104,14 +104,14 @@ def known_files(files: Iterable[Path], cache: Path) -> Path:
 
 
 def content_digest(files: Sequence[Path], cache: Path) -> str:
-    """Return a digest of all that files hold, and of their suffixes.
+    """Return a digest of all that files hold, and of their suffixes, of which .csv.gz has two.
 
     One process of the node reads the bytes. The others, and later runs, find the digest in the cache under the names,
     sizes and times of the files. Files that changed a moment ago are always read.
     """
 
     def read() -> str:
-        return digest_of_value([[path.suffix, digest_of(path)] for path in files])
+        return digest_of_value([[path.suffixes, digest_of(path)] for path in files])
 
     if time.time() - max(path.stat().st_ctime for path in files) < SETTLED_SECONDS:
         return read()
