@@ -402,6 +402,18 @@ def test_keys_and_marks_that_nobody_would_see_are_refused(templates):
             encode(template, [message, Message("assistant", "a")])
 
 
+def test_an_image_beside_a_text_is_refused_where_the_template_knows_images(
+    tokenizers, templated
+):
+    """Multimodal templates read the word as the type of a part, or as a key of one."""
+    knows = "{% for p in messages[0].content if p.type == 'image' or p.video or 'audio' in p %}{% endfor %}"
+    template = templated(tokenizers["chatml"], knows + PLAIN_CHATML)
+    for key in ("image", "images", "audio", "video"):
+        encode(template, [replace(ASKS, more={key: []}), Message("assistant", "a")])
+        with pytest.raises(BadRowError, match=f"key '{key}', which the chat template does not"):
+            encode(template, [replace(ASKS, more={key: "a.png"}), Message("assistant", "a")])
+
+
 def test_an_answer_that_begins_with_a_newline_has_the_tokens_of_the_whole_text(tmp_path):
     """Its newline and the one before it are one token, which is trained; a prompt alone keeps its own tokens."""
     folder = write_tokenizer(tmp_path / "merges", CHATML)

@@ -502,6 +502,12 @@ def test_splits_of_a_saved_folder_and_of_a_folder_without_data_for_the_hub(tmp_p
     rows = {name: datasets.Dataset.from_list([{"text": name}]) for name in ("train", "test")}
     datasets.DatasetDict(rows).save_to_disk(tmp_path / "saved")
     assert [texts(tmp_path / "saved", split=name) for name in rows] == [["train"], ["test"]]
+    (tmp_path / "a.txt").write_text("a")
+    refused(
+        "a.txt has no split 'test', only train; set split to one",
+        tmp_path / "a.txt",
+        split="test",
+    )
     only = r"^/.*/saved has no split 'other', only train, test; set split to one of them"
     refused(only, tmp_path / "saved", split="other")
     (tmp_path / "few").mkdir()

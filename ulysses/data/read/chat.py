@@ -22,7 +22,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ulysses.data import BadRowError, DataError, DropRowError
-from ulysses.data.read.messages import THINKING_KEYS, Arguments, Message
+from ulysses.data.read.messages import MEDIA_KEYS, THINKING_KEYS, Arguments, Message
 from ulysses.data.read.thinking import (
     Span,
     TemplateMessage,
@@ -125,6 +125,7 @@ class ChatTemplate:
         tree = environment.parse(marked)
         self._keys_read = {node.attr for node in tree.find_all(nodes.Getattr)}
         self._keys_read |= {node.value for node in tree.find_all(nodes.Const)}
+        self._keys_read -= {*MEDIA_KEYS}  # types of parts, which templates name
         self.variables = meta.find_undeclared_variables(tree) - RESERVED
         self.with_tools: ChatTemplate | None = None
         if not for_tools:
@@ -285,15 +286,15 @@ class ChatTemplate:
         problems: list[DropRowError] = []
         # the newest text, and where answers stand in it
         text, spans = "", {}
-        several = len(answers) > (1 if self.marks_generation else 2)
         for i in reversed(answers):
             try:
                 if i not in spans:
                     own_text, own_spans = self._render_answer(messages, context, i)
                     # the last answer's text may show where earlier answers stand, which then need no text
-                    if several and not texts:
-                        spans = own_spans
-                        if apart or not self.marks_generation:
+                    if not texts:
+                        if self.marks_generation and not apart:
+                            spans = own_spans
+                        elif len(answers) > 2:
                             spans = self._find_answers(messages, context, own_text, own_spans)
                     spans[i] = own_spans[i]
                     # a longer text that begins with this one holds the answer at the same place
@@ -430,8 +431,7 @@ class ChatTemplate:
             if not text.startswith(start.rstrip("\n")):
                 return {}
             if self.marks_generation:
-                # templates that know of thinking may write any earlier turn differently
-                return {} if "think" in self.text else last
+                return {} if "think" in self.text else last  # thinking is forgotten later
             for i in indices:
                 content = marked[i]["content"]
                 if not content or content != content.strip() or len(marked[i]) > 2:

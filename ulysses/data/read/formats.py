@@ -13,6 +13,7 @@ from math import prod
 
 from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.read.messages import (
+    MEDIA_KEYS,
     PAIR_KEYS,
     WRITTEN_MESSAGES,
     Message,
@@ -49,7 +50,6 @@ PROMPT_COLUMNS = (*FORMATS["messages"], *FORMATS["alpaca"], *PROMPT_KEYS)
 # columns that may be its answer, or say what its messages hold already
 ANSWER_COLUMNS = (*ANSWER_KEYS, *RANKED_KEYS, *LABEL_KEYS, "chosen", "system")
 ANSWER_COLUMNS += FORMATS["text"] + FORMATS["messages"]
-MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD]")
 # numbers of ranked answers: 1 where the best has the highest number, -1 where it has the lowest
 RANKINGS = {"scores": 1, "rewards": 1, "ratings": 1, "ranks": -1}
@@ -166,10 +166,10 @@ def _renamed(row: Row, source: Source) -> dict[str, object]:
             )
         renamed[ours] = renamed.get(ours) or renamed.get(theirs)
     renamed["system"] = renamed["system"] or source.system
-    if media := next((key for key in MEDIA_KEYS if renamed.get(key)), None):
+    if media := [key for key in MEDIA_KEYS if renamed.get(key)]:
         raise BadRowError(
-            f"has the column {media!r}, but only text is supported; to train on the text alone set "
-            f'columns = {{unused = "{media}"}}'
+            f"has the column {media[0]!r}, but only text is supported; to train on the text alone set "
+            f'columns = {{unused = "{media[0]}"}}'
         )
     return {key: value for key, value in renamed.items() if value is not None}
 

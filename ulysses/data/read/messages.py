@@ -30,6 +30,7 @@ WEIGHT_KEYS = (
 )  # fmt: skip
 THINKING_PARTS = ("reasoning", "thinking")  # types of parts of a content
 THINKING_KEYS = ("reasoning_content", *THINKING_PARTS)  # of a message, besides its content
+MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
 LARGEST = 1e30  # a number of a row with which float32 can still count
 MOST_WEIGHT = 1e6
 KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", *WEIGHT_KEYS}

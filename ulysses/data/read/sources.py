@@ -207,8 +207,9 @@ def source_files(source: Source) -> tuple[list[Path], list[Path]]:
         )
     if absent := [p for p in files if not p.is_file()]:
         raise DataError(f"{absent[0].absolute()} is a link to no file; mend it or remove it")
-    if not source.is_saved and not path.is_file():
-        files = _split_of(source, files_by_split(path, files))
+    if not source.is_saved:
+        splits = {"train": files} if path.is_file() else files_by_split(path, files)
+        files = _split_of(source, splits)
     return files, sorted({*listed} - {*files})
 
 

@@ -293,14 +293,15 @@ class Tokenising:
         for answer in record.answers:
             messages, start = record.prompt + answer, len(record.prompt)
             answers = [i for i, m in enumerate(answer, start) if m.role == "assistant"]
-            if train_on != "assistant":
+            if train_on == "all":
                 weights = {messages[i].weight for i in answers}
-                if train_on == "all" and 0 in weights:
+                if 0 in weights:
                     raise BadRowError(
                         "has an answer that is not to be trained, but data.train_on is all; set it to assistant"
                     )
-                if train_on == "all" and weights != {1}:
+                if weights != {1}:
                     note("weights of answers not read, data.train_on is all")
+            if train_on != "assistant":
                 answers = answers[-1:]
             trained = [i for i in answers if messages[i].weight] or answers
             texts += self.template.render(
