@@ -452,6 +452,18 @@ def test_csv_fields_beyond_the_header_and_columns_of_one_name_are_told(tmp_path)
     refused("a.csv has two columns of the name 'text'; rename one", file)
 
 
+def test_the_index_that_pandas_writes_is_no_label_and_no_prompt(tmp_path):
+    file = tmp_path / "a.csv"
+    file.write_text(",prompt,completion\n0,p,c\n1,q,d\n")
+    records, report = load(file, "sequence")
+    expected = ["[user: p] [assistant: c]", "[user: q] [assistant: d]"]
+    assert [flat(record) for record in records] == expected
+    assert not report.dropped and not report.notes
+    refused("row 1 has no 'label' or 'kto_tag'", file, "unpaired")
+    file.write_text(",completion\n0,c\n")
+    refused("row 1 has no 'prompt' or 'question' or 'query'", file, "sequence")
+
+
 # a folder's files by split; those of "none" belong to none
 LAYOUTS = {
     "shards": "train: data/train-00000-of-00002.jsonl data/train-00001-of-00002.jsonl"

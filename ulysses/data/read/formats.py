@@ -171,7 +171,8 @@ def _renamed(row: Row, source: Source) -> dict[str, object]:
             f"has the column {media[0]!r}, but only text is supported; to train on the text alone set "
             f'columns = {{unused = "{media[0]}"}}'
         )
-    return {key: value for key, value in renamed.items() if value is not None}
+    # a column without a name is an index that pandas has written
+    return {key: value for key, value in renamed.items() if key and value is not None}
 
 
 def column_of(row: Row, name: str) -> object:
