@@ -434,6 +434,11 @@ def test_an_answer_that_begins_with_a_newline_has_the_tokens_of_the_whole_text(t
     assert alone.tokens[: alone.spans[0][0]] == prompt.tokens and alone.tokens != whole.tokens
 
 
+def test_a_byte_order_mark_before_a_template_is_not_trained_on(tokenizers, templated):
+    template = templated(tokenizers["chatml"], "\ufeff" + PLAIN_CHATML)
+    assert encode(template, conversation("q", "a")).text.startswith("<|im_start|>user")
+
+
 def test_template_mistakes_are_one_sentence(tokenizers, templated):
     tokenizer = tokenizers["plain"]
     for make, text, message in (

@@ -123,9 +123,9 @@ class ChatTemplate:
         self.marks_generation = OPEN in answered
         self._opening = opened.removeprefix(closed)  # of the assistant's turn
         tree = environment.parse(marked)
-        self._keys_read = {node.attr for node in tree.find_all(nodes.Getattr)}
-        self._keys_read |= {node.value for node in tree.find_all(nodes.Const)}
-        self._keys_read -= {*MEDIA_KEYS}  # types of parts, which templates name
+        names = {node.attr for node in tree.find_all(nodes.Getattr)}
+        names |= {node.value for node in tree.find_all(nodes.Const)}
+        self._keys_read = names - {*MEDIA_KEYS}  # types of parts, which templates name
         self.variables = meta.find_undeclared_variables(tree) - RESERVED
         self.with_tools: ChatTemplate | None = None
         if not for_tools:
@@ -282,14 +282,13 @@ class ChatTemplate:
         note: Callable[[str], None] | None,
     ) -> dict[str, dict[int, Span]]:
         """Render the texts that hold the answers, the last one's first; return where in them each answer stands."""
-        texts: dict[str, dict[int, Span]] = {}
-        problems: list[DropRowError] = []
+        texts, problems = dict[str, dict[int, Span]](), list[DropRowError]()
         # the newest text, and where answers stand in it
         text, spans = "", {}
         for i in reversed(answers):
             try:
                 if i not in spans:
-                    own_text, own_spans = self._render_answer(messages, context, i)
+                    own_text, own_spans = self._render_answer(messages, context, i, not texts)
                     # the last answer's text may show where earlier answers stand, which then need no text
                     if not texts:
                         if self.marks_generation and not apart:
@@ -341,7 +340,7 @@ class ChatTemplate:
         return fields
 
     def _render_answer(
-        self, messages: list[TemplateMessage], context: Context, last: int
+        self, messages: list[TemplateMessage], context: Context, last: int, newest: bool = False
     ) -> tuple[str, dict[int, Span]]:
         """Render answer `last` after its prompt; return the text, and where this answer and other marked ones are."""
         before, message, prompt = messages[:last], messages[last], ""
@@ -354,7 +353,8 @@ class ChatTemplate:
             raise DropRowError(
                 "an answer stands where the chat template opens no turn, before the first question"
             )
-        self._check_shown(before, context, prompt)
+        if newest:
+            self._check_shown(before, context, prompt)
         is_written = False
         for spelling in spellings(message, prompt):
             text, spans = self._render_after(prompt, context, [*before, spelling])
@@ -381,7 +381,7 @@ class ChatTemplate:
         for i, message in enumerate(messages):
             role, others = message["role"], [*messages]
             if prompt and role != "assistant" and message["content"].strip() not in prompt:
-                others[i] = message | {"content": "2" + message["content"]}
+                others[i] = message | {"content": "2"}
                 if unmarked(self._render(context, others, True)) == prompt:
                     raise DropRowError(f"the chat template does not show a {role} message")
 
@@ -400,18 +400,17 @@ class ChatTemplate:
                 count = f"{len(marked)} of {len(indices)} assistant messages"
                 raise DropRowError(f"the chat template shows {count}")
             spans = dict(zip(indices, marked))
-        if text.startswith(prompt):
-            return text, spans or {last: (len(prompt), len(text))}
-        # Some prompts change once an answer follows: gpt-oss's template forgets the thinking before calls, and
-        # Mistral-Nemo's shows the system text in the last message alone. A model continues the prompt, so the answer
-        # is put there as the template writes it after a question of ours.
-        asked = unmarked(self._render(context, [QUESTION], True))
-        answered = unmarked(self._render(context, [QUESTION, messages[-1]]))
-        answer = answered.removeprefix(asked)
-        if answered.startswith(asked) and text.endswith(answer):
-            text = prompt + answer
-            return text, {last: (len(prompt), len(text))}
-        return text, {}
+        if not text.startswith(prompt):
+            # Some prompts change once an answer follows: gpt-oss's template forgets the thinking before calls, and
+            # Mistral-Nemo's shows the system text in the last message alone. A model continues the prompt, so the
+            # answer is put there as the template writes it after a question of ours.
+            asked = unmarked(self._render(context, [QUESTION], True))
+            answered = unmarked(self._render(context, [QUESTION, messages[-1]]))
+            answer = answered.removeprefix(asked)
+            if not (answered.startswith(asked) and text.endswith(answer)):
+                return text, {}
+            text, spans = prompt + answer, {}
+        return text, spans or {last: (len(prompt), len(text))}
 
     def _find_answers(
         self,

@@ -114,7 +114,7 @@ def template_text(
             f"chat template {name!r} is neither tokenizer, {', '.join(NAMED_TEMPLATES)} nor a file "
             f"({path.absolute()})"
         )
-    return path.read_text(encoding="utf-8")
+    return path.read_text(encoding="utf-8-sig")
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:
