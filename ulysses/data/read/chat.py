@@ -283,12 +283,11 @@ class ChatTemplate:
     ) -> dict[str, dict[int, Span]]:
         """Render the texts that hold the answers, the last one's first; return where in them each answer stands."""
         texts, problems = dict[str, dict[int, Span]](), list[DropRowError]()
-        # the newest text, and where answers stand in it
-        text, spans = "", {}
+        text, spans = "", {}  # the newest text, and where answers stand in it
         for i in reversed(answers):
             try:
                 if i not in spans:
-                    own_text, own_spans = self._render_answer(messages, context, i, not texts)
+                    own_text, own_spans = self._render_answer(messages, context, i)
                     # the last answer's text may show where earlier answers stand, which then need no text
                     if not texts:
                         if self.marks_generation and not apart:
@@ -340,7 +339,7 @@ class ChatTemplate:
         return fields
 
     def _render_answer(
-        self, messages: list[TemplateMessage], context: Context, last: int, newest: bool = False
+        self, messages: list[TemplateMessage], context: Context, last: int
     ) -> tuple[str, dict[int, Span]]:
         """Render answer `last` after its prompt; return the text, and where this answer and other marked ones are."""
         before, message, prompt = messages[:last], messages[last], ""
@@ -353,8 +352,7 @@ class ChatTemplate:
             raise DropRowError(
                 "an answer stands where the chat template opens no turn, before the first question"
             )
-        if newest:
-            self._check_shown(before, context, prompt)
+        self._check_shown(before, context, prompt)
         is_written = False
         for spelling in spellings(message, prompt):
             text, spans = self._render_after(prompt, context, [*before, spelling])
@@ -375,15 +373,18 @@ class ChatTemplate:
         )
 
     def _check_shown(
-        self, messages: list[TemplateMessage], context: Context, prompt: str
+        self, messages: list[TemplateMessage], context: Context, prompt: str, anew: bool = False
     ) -> None:
-        """Raise DropRowError if a prompt is the same whatever one of its messages says; an answer may be forgotten."""
+        """Raise DropRowError if the template hides a message: its text, and then a number in the place of it."""
+        others = [*messages]
         for i, message in enumerate(messages):
-            role, others = message["role"], [*messages]
-            if prompt and role != "assistant" and message["content"].strip() not in prompt:
-                others[i] = message | {"content": "2"}
-                if unmarked(self._render(context, others, True)) == prompt:
+            role = message["role"]
+            if role != "assistant" and message["content"].strip() not in prompt:
+                if anew:
                     raise DropRowError(f"the chat template does not show a {role} message")
+                others[i] = message | {"content": f"{i:020}"}
+        if prompt and others != messages:
+            self._check_shown(others, context, self._render(context, others, True), True)
 
     def _render_after(
         self, prompt: str, context: Context, messages: list[TemplateMessage]
