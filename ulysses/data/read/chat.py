@@ -26,6 +26,7 @@ from ulysses.data.read.messages import MEDIA_KEYS, THINKING_KEYS, Arguments, Mes
 from ulysses.data.read.thinking import (
     Span,
     TemplateMessage,
+    assistant_indices,
     is_complete,
     spellings,
     split_thinking,
@@ -125,7 +126,8 @@ class ChatTemplate:
         tree = environment.parse(marked)
         names = {node.attr for node in tree.find_all(nodes.Getattr)}
         names |= {node.value for node in tree.find_all(nodes.Const)}
-        self._keys_read = names - {*MEDIA_KEYS}  # types of parts, which templates name
+        # templates name the types of parts, too
+        self._keys_read = names - {*MEDIA_KEYS}
         self.variables = meta.find_undeclared_variables(tree) - RESERVED
         self.with_tools: ChatTemplate | None = None
         if not for_tools:
@@ -396,7 +398,7 @@ class ChatTemplate:
         parts = at_marks(self._render(context, messages))
         text, spans, last = "".join(parts), {}, len(messages) - 1
         if self.marks_generation:
-            indices, marked = _assistant_indices(messages), marked_spans(parts)
+            indices, marked = assistant_indices(messages), marked_spans(parts)
             if len(marked) != len(indices):
                 count = f"{len(marked)} of {len(indices)} assistant messages"
                 raise DropRowError(f"the chat template shows {count}")
@@ -420,18 +422,18 @@ class ChatTemplate:
         text: str,
         last: dict[int, Span],
     ) -> dict[int, Span]:
-        """Find all answers in the text of the last one, by the template's marks or by ours; none if in doubt.
+        """Find all answers in the text of the last one, by marks of the template or of ours; none if in doubt.
 
         Rendering every answer alone would take a time that grows with the square of the turns.
         """
         marked = messages[: max(last) + 1]
-        indices = _assistant_indices(marked)
+        indices = assistant_indices(marked)
         try:
             start, first = self._render_answer(messages, context, indices[0])
             if not text.startswith(start.rstrip("\n")):
                 return {}
             if self.marks_generation:
-                return {} if "think" in self.text else last  # thinking is forgotten later
+                return {} if "think" in self.text else last
             for i in indices:
                 content = marked[i]["content"]
                 if not content or content != content.strip() or len(marked[i]) > 2:
@@ -496,7 +498,3 @@ class ChatTemplate:
 
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
-
-
-def _assistant_indices(messages: Sequence[TemplateMessage]) -> list[int]:
-    return [i for i, message in enumerate(messages) if message["role"] == "assistant"]

@@ -1,6 +1,7 @@
 """Find the thinking in an assistant's message, and tell whether a rendered answer holds all of the message."""
 
 import re
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,11 @@ from ulysses.data.read.tokenizer import BEGUN, GUARD
 TAG = re.compile("</?think>")
 Span = tuple[int, int]  # start and stop in a text
 TemplateMessage = dict[str, Any]  # a message as templates read it
+
+
+def assistant_indices(messages: Sequence[TemplateMessage]) -> list[int]:
+    """Return the places of the assistant's messages."""
+    return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
 
 
 def split_thinking(content: str) -> tuple[str | None, str]:
