@@ -12,7 +12,7 @@ from tests.memory_case import CONFIG, MOE, QWEN3, batch, build
 from ulysses.config.schema import LoraSection
 from ulysses.parallel import ParallelMesh, Sequence, pack_shard
 from ulysses.plan.hardware import Machine
-from ulysses.plan.layer_cost import model_flops, plain_model
+from ulysses.plan.layer_cost import model_flops, plain_model, total
 from ulysses.plan.step_cost import Plan, Question, step_flops
 
 ADDED = {torch.ops.aten.addmm_: lambda _, a, b, *__, **___: 2 * a[0] * a[1] * b[1]}
@@ -33,7 +33,7 @@ def test_equals_what_torch_counts(config, rank):
     model, planned = build(config=config), plain_model(config)
     # norms and biases, which MFU's formula takes for products
     rest = planned.parameters - planned.vocabulary_parameters
-    rest -= planned.total.parameters
+    rest -= total(planned.layers).parameters
     again = 0
     if rank:
         add_adapters(model, LoraSection(rank=rank))

@@ -266,11 +266,6 @@ def write_run_state(path: Path, state: dict[str, object]) -> None:
     write_json(path / "run.json", state | {"digest": digest_of_value(state)})
 
 
-def restarts(run: RunSection) -> bool:
-    """Return whether torchrun may restart the run, which then continues its newest checkpoint."""
-    return run.resume == "never" and environment.may_restart()
-
-
 def resume_point(run: RunSection) -> Path | None:
     """Return the checkpoint that a run continues, or None if it begins anew.
 
@@ -284,7 +279,8 @@ def resume_point(run: RunSection) -> Path | None:
             raise ValueError(
                 f"{path.absolute()} is in the way of a checkpoint and is none; move it away"
             )
-    if run.resume == "auto" or restarts(run):
+    # a run that torchrun may start again then continues its newest checkpoint
+    if run.resume == "auto" or (run.resume == "never" and environment.may_restart()):
         chosen = next(reversed(saved), None)
     elif run.resume != "never":
         chosen = Path(run.resume)

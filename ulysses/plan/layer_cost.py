@@ -231,11 +231,6 @@ class PlannedModel(NamedTuple):
         return layer_costs(self.shape, LayerSetup())
 
     @property
-    def total(self) -> LayerCost:
-        """What all layers have and compute on one rank."""
-        return total(self.layers)
-
-    @property
     def largest_layer(self) -> float:
         """The parameters of the largest layer's matrices."""
         return max(layer.parameters for layer in self.layers)
@@ -243,7 +238,7 @@ class PlannedModel(NamedTuple):
     @property
     def forward_parameters(self) -> float:
         """The matrices that a forward pass multiplies each token with."""
-        return self.total.active + self.vocabulary_parameters * self.has_head
+        return total(self.layers).active + self.vocabulary_parameters * self.has_head
 
     def matrix_bytes(self, parameters: float, element_size: int) -> float:
         """Return the bytes of so many parameters of layers' matrices."""
@@ -255,7 +250,7 @@ class PlannedModel(NamedTuple):
 
     def weight_bytes(self, element_size: int) -> float:
         """Return the bytes of all weights."""
-        matrices = self.total.parameters
+        matrices = total(self.layers).parameters
         others = element_size * (self.parameters - matrices)
         return others + self.matrix_bytes(matrices, element_size)
 
@@ -278,7 +273,7 @@ def model_flops(
     Args:
         projected: tokens that meet the vocabulary projection: those whose target is trained.
     """
-    layers, head = model.total, model.vocabulary_parameters * model.has_head
+    layers, head = total(model.layers), model.vocabulary_parameters * model.has_head
     adapters = 0 if model.is_full else model.trained
     # a token meets only a few of a layer's experts
     active = model.parameters - adapters - layers.parameters + layers.active

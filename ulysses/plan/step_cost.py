@@ -179,7 +179,7 @@ class Plan(NamedTuple):
     @property
     def graphs(self) -> bool:
         """Whether the layers run as CUDA graphs (memory/graphs.py)."""
-        q, layers = self.question, self.question.model.total
+        q, layers = self.question, total(self.question.model.layers)
         if not q.machine.is_gpu or q.element_size != 2:
             return False
         alone = self.resident and q.sp == 1 and {*self.levels} == {"none"} and not q.shares
@@ -245,7 +245,7 @@ def predict(plan: Plan) -> Prediction:
     working = max(loss, layer)
     vocabulary = q.element_size * model.vocabulary_parameters
     if plan.graphs:
-        working = loss + layer + q.element_size * model.total.parameters
+        working = loss + layer + q.element_size * total(model.layers).parameters
     # gradients take the place of activations; the vocabulary's gradient comes first
     if plan.keeps_gradients:
         kept = max(kept + vocabulary * model.is_full, q.element_size * model.trained)

@@ -21,7 +21,7 @@ from ulysses import environment
 from ulysses.check.agreement import agree, changes, facts_of
 from ulysses.check.kernel_proof import check_kernel
 from ulysses.check.preflight import prepare, remarks, remarks_on_data
-from ulysses.check.run_folder import digests_of_inputs, hold_output, restarts
+from ulysses.check.run_folder import digests_of_inputs, hold_output
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
 from ulysses.config.section import error_context, refuse
@@ -135,7 +135,7 @@ class TrainingRun:
             self.run_id, earlier_run = hold_output(self.config, self.resources)
         if earlier_run:
             self.say(f"{output} was left by {earlier_run}, which has ended, and is taken over")
-        if restarts(self.config.run):
+        if self.config.run.resume == "never" and environment.may_restart():
             self.say("torchrun may restart this run, so run.resume is auto")
 
     def _plan(self) -> None:

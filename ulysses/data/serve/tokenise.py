@@ -299,7 +299,7 @@ class Tokenising:
                     raise BadRowError(
                         "has an answer that is not to be trained, but data.train_on is all; set it to assistant"
                     )
-                if weights != {1}:
+                if weights - {1}:
                     note("weights of answers not read, data.train_on is all")
             if train_on != "assistant":
                 answers = answers[-1:]
