@@ -332,6 +332,10 @@ def test_message_weights(read):
 {"messages": [$user, {"role": [], "content": "a"}]} => sequence => message 2 has the role
 {"messages": [$user, {"role": {}, "content": "a"}]} => sequence => message 2 has the role
 {"messages": [$user, {"role": 5, "content": "a"}]} => sequence => message 2 has the role
+{"messages": [{"role": "user", "content": "q", "tool_calls": [{"name": "f"}]}, $bot]} => sequence => \
+message 1 has calls in a user message; only an assistant's can have them
+{"messages": [$user, $bot, {"role": "tool", "content": "r", "function_call": {"name": "f"}}]} => sequence => \
+message 3 has calls in a tool message
 {"messages": [$user, {"role": "assistant", "tool_calls": 5}]} => sequence => message 2 has a tool call without a name
 {"messages": [$user, {"role": "assistant", "tool_calls": true}]} => sequence => a tool call without a name
 {"messages": [$user, {"role": "assistant", "tool_calls": "{"}]} => sequence => tool_calls that are not JSON
@@ -450,6 +454,18 @@ def test_csv_fields_beyond_the_header_and_columns_of_one_name_are_told(tmp_path)
     assert [record.text for record in records] == ["a"] and sum(report.dropped.values()) == 1
     file.write_text("text,id,text\na,1,b\n")
     refused("a.csv has two columns of the name 'text'; rename one", file)
+
+
+@pytest.mark.parametrize("name, comma", [("a.csv", ","), ("a.tsv", "\t")])
+def test_a_line_break_without_quotation_marks_makes_no_rows_of_half_a_text(
+    tmp_path, name, comma
+):
+    file = tmp_path / name
+    file.write_text("text,id\na,1\nhalf a\ntext,2\n\nb,\n".replace(",", comma))
+    refused(f"{name} row 2 has fewer fields than the first line names columns; write", file)
+    records, report = load(file, bad_rows="drop")
+    assert [record.text for record in records] == ["a", "text", "b"]
+    assert list(report.examples.values()) == [[f"{file} row 2"]]
 
 
 def test_the_index_that_pandas_writes_is_no_label_and_no_prompt(tmp_path):

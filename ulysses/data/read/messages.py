@@ -177,6 +177,10 @@ def _message(item: object, marks: Iterable[tuple[str, object]], where: str) -> M
         raise BadRowError(
             f"{where} has the weight {weight:g}; give 0, or one from {1 / MOST_WEIGHT:g} to {MOST_WEIGHT:g}"
         )
+    if calls and role != "assistant":
+        raise BadRowError(
+            f"{where} has calls in a {role} message; only an assistant's can have them"
+        )
     calls = tuple(_call(call, where) for call in calls)
     return Message(role, content, weight, calls, more)
 

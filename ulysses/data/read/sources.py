@@ -329,7 +329,13 @@ def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:
                 raise DataError(
                     f"{path.absolute()} has two columns of the name {twice[0]!r}; rename one of them"
                 )
-            yield from enumerate(rows, 1)
+            for number, row in enumerate(rows, 1):
+                if None in row.values():
+                    row = BadRowError(
+                        "has fewer fields than the first line names columns; write texts with line breaks in quotation "
+                        "marks, and a delimiter for each empty column"
+                    )
+                yield number, row
         elif suffix == ".json" and text.read(1024).lstrip().startswith("["):
             text.seek(0)
             yield from enumerate(json.load(text, object_pairs_hook=unique_keys), 1)
