@@ -13,6 +13,7 @@ from models.arch import ARCHITECTURES
 from tests import rows_of
 from tests.e2e.launch import python
 from ulysses.config.command_line import (
+    check,
     foreign_names,
     known_keys,
     parse_command_line,
@@ -96,6 +97,21 @@ def test_foreign_names_lead_to_keys_that_exist():
 def test_what_a_checkpoint_set_and_is_no_more_is_left_out():
     saved = {"memory": {"offload": "checkpoints"}, "run": {"steps": 3, "no_setting": 1}}
     assert still_known(saved) == {"run": {"steps": 3}}
+    assert still_known({"optimizer": "adamw", "model": {"lora": 8}}) == {}
+
+
+def test_a_name_with_dots_in_a_checkpoint_is_one_name():
+    """`ulysses export` reads such a checkpoint."""
+    rewards = {"pkg.mod:fn": 1.0, "/x/rm": 2.0, "/x/rm.v2": 1.0, "http://1.2.3.4:80/x": 0.5}
+    saved = check(
+        {
+            "stage": "ppo",
+            "model": {"path": "m"},
+            "run": {"steps": 3},
+            "ppo": {"reward": rewards},
+        }
+    )
+    assert check(still_known(saved.model_dump(mode="json"))) == saved
 
 
 def test_names_that_the_configuration_writes_out_are_those_of_the_registries():

@@ -11,8 +11,8 @@ import re
 import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cache
-from operator import attrgetter
+from functools import cache, reduce
+from operator import attrgetter, getitem
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
@@ -155,12 +155,12 @@ def explain_unknown(key: str, keys: list[str]) -> str:
 def still_known(values: Values) -> Values:
     """Return those of a checkpoint's settings that this version has; the version that wrote it may have had others."""
     kept: Values = {}
-    for key, value in flat(values).items():
-        if isinstance(value, str) and (key.rpartition(".")[2], value) in GONE:
-            continue
-        # a table whose keys the user chose is one setting
-        if any(known == key or key.startswith(f"{known}.") for known in known_keys()):
-            put(kept, key, value)
+    for key in known_keys():
+        # a table whose keys the user chose is one setting; another version may have had a value in a table's place
+        with suppress(KeyError, TypeError):
+            value = reduce(getitem, key.split("."), values)
+            if (key.rpartition(".")[2], str(value)) not in GONE:
+                put(kept, key, value)
     return kept
 
 
