@@ -34,7 +34,7 @@ def local_world_size(default: int = 1) -> int:
 
 def check_launcher() -> None:
     """Raise RuntimeError if what a launcher says of this process is no number, or a rank that the run does not have."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         if not (text := os.environ.get(name, "0")).isdecimal():
             raise RuntimeError(f"{name} is {text!r} but must be a number, as torchrun sets it")
     if rank() >= world_size():

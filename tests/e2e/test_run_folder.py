@@ -160,7 +160,13 @@ def test_a_run_deletes_nothing_that_it_finds(tmp_path):
     (tmp_path / "run/export").mkdir()
     said = ranks(arguments(tmp_path, kept), 1).stdout
     assert f"resumed {checkpoints}/step-3 at step 3" in said
-    assert f"exported {tmp_path}/run/export-step-4" in said
+    out = tmp_path / "run/export-step-4"
+    assert f"exported {out}" in said
+    other = arguments(tmp_path, f"{kept} --export.dtype float32")
+    said = ranks(other, 1).stdout
+    assert f"{out} is there already and stays as it is; remove it to export anew" in said
+    shutil.rmtree(out)
+    assert f"exported {out}" in ranks(other, 1).stdout
     assert names(checkpoints) == ["notes", "step-4"] and "run.json" in names(moved)
     assert "notes" in names(tmp_path / "run/tensorboard")
 

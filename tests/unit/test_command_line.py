@@ -195,6 +195,7 @@ def test_a_tool_that_is_started_as_a_module_does_not_end_as_if_it_had_done_its_w
 RANK= WORLD_SIZE=2 => RANK is '' but must be a number, as torchrun sets it
 RANK=1 WORLD_SIZE=two => WORLD_SIZE is 'two' but must be a number
 RANK=0 WORLD_SIZE=1 LOCAL_RANK=-1 => LOCAL_RANK is '-1' but must be a number
+MASTER_PORT=http => MASTER_PORT is 'http' but must be a number
 RANK=2 WORLD_SIZE=2 => RANK is 2 but WORLD_SIZE is 2, and ranks begin at 0
 RANK=3 => RANK is 3 but WORLD_SIZE is 1, and ranks begin at 0
 """),

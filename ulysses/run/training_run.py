@@ -290,7 +290,7 @@ class TrainingRun:
             if out.exists():  # the run that is continued had ended, and exported
                 out = folder / f"export-step-{trainer.step}"
             if out.exists():
-                self.say(f"{out} is there already")
+                self.say(f"{out} is there already and stays as it is; remove it to export anew")
             else:
                 self.export(out)
         if self.mesh.world_size == 1:
