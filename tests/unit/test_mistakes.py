@@ -214,6 +214,14 @@ DEMO --data.train PLACE/chats.jsonl => chats.jsonl row 1 has no chosen and rejec
 DEMO --data.train {"path":"PLACE/chats.jsonl","columns":{"chosen":"conv.best"}} \
 => has no column 'conv.best', which columns names (it has conv, messages)
 DEMO --data.train {"format":"text"} => path: Field required
+DEMO --data.train {"path":"PLACE/chats.jsonl","subset":"en"} => /chats.jsonl: subset and revision are read of a
+DEMO --data.eval {"path":"PLACE/chats.jsonl","revision":"v1"} => chats.jsonl: subset and revision are read of a
+DEMO --data.stopping_strategy all_exhausted => data.stopping_strategy: no data source has a probability
+DEMO --dpo.loss_weights [0] => dpo.loss_weights are all 0; nothing would be trained
+DEMO --dpo.loss_type ["ipo","hinge"] --dpo.loss_weights [0,0] => dpo.loss_weights are all 0; nothing would be trained
+--config PLACE/model.toml --model.path m => model is 'm' but must be a table, as model.path is set too
+--config PLACE/model.toml --model.lora.rank 4 => model is 'm' but must be a table, as model.lora.rank is set too
+--model m BASE => model is 'm' but must be a table
 DEMO --data.train {"path":"a","format":"csvish"} => a: format: Input should be 'auto', 'messages'
 DEMO --data.train {"path":"a","weight":"2"} => a: weight: Input should be a valid number
 DEMO --data.chat_template llama-3 => llama-3
@@ -329,6 +337,7 @@ WRONG_FILES = {
     "empty": "",
     "quotes": "stage = dpo",
     "latin1": 'stage = "dpo"  # f\xfcr',
+    "model": 'stage = "sft"\nmodel = "m"\nrun.steps = 3',
     "sections": 'stage = "sft"\n[model]\npath = "m"\n[run]\nsteps = 3\n[optimiser]\nlr = 1e-5',
     **{
         key: f'stage = "sft"\n{key} = true'

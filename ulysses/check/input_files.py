@@ -69,9 +69,15 @@ class RunInputs:
 def check_sources(config: Config) -> None:
     """Refuse data that do not exist, before anything opens them."""
     data = config.data
-    if missing := missing_sources(parse_sources(data.train) + parse_sources(data.eval)):
+    sources = parse_sources(data.train) + parse_sources(data.eval)
+    if missing := missing_sources(sources):
         with error_context("data"):
             raise FileNotFoundError("; ".join(missing))
+    for source in sources:
+        if (source.subset or source.revision) and not source.is_on_hub:
+            raise ConfigError(
+                f"data source {source.path}: subset and revision are read of a dataset on the hub alone; remove them"
+            )
     if not data.train:
         raise AbsentError(
             "data.train is empty; set it to a file, a folder, a hub dataset or a list of them"

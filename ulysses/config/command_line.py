@@ -225,12 +225,12 @@ def _read_value(key: str, text: str) -> object:
 
 
 def put(values: Values, key: str, value: object) -> None:
-    """Set a dotted key in nested tables, in place of what was there."""
+    """Set a dotted key in nested tables, in place of what was there; ConfigError if one of them is no table."""
     *tables, name = key.split(".")
     for table in tables:
-        if not isinstance(values.get(table), dict):
-            values[table] = {}
-        values = values[table]
+        values = values.setdefault(table, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"{table} is {values!r} but must be a table, as {key} is set too")
     values[name] = value
 
 
@@ -343,6 +343,9 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
         )
         for name in tables
     }
+    if "probability" not in f"{data.train}{data.eval}":
+        reason = "no data source has a probability; give each of them one, or remove it"
+        unread[reason] = ("data.stopping_strategy",)
     if not model.lora.rank:
         reason = "model.lora.rank is 0, which trains all weights; set the rank, or remove them"
         unread[reason] = ("model.lora.",)

@@ -79,6 +79,9 @@ class DpoStage(ReferencedStage):
             )  # fmt: skip
         except ValueError as error:
             yield f"dpo: {error}"
+        table = self.table
+        if table.loss_weights and not any((*table.loss_weights, table.sft_weight)):
+            yield "dpo.loss_weights are all 0; nothing would be trained, raise one"
         yield from super().check()
 
     @property
