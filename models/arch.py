@@ -12,6 +12,7 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from models.config_json import (
+    ROTARY,
     check_fixed,
     check_kinds,
     check_quantisation,
@@ -138,10 +139,9 @@ class ModelConfig:
         check_kinds(raw)
         check_quantisation(raw, family)
         rotary = rotary_fields(raw, family)
-        named = join_fields(family.aliases, raw)
-        # transformers' other classes do not read it
-        if "rope_local_base_freq" not in family.defaults:
-            named.pop("rope_local_base_freq", None)
+        # without what transformers' classes do not read there
+        unread = {*ROTARY, "rope_local_base_freq"} - family.defaults.keys()
+        named = join_fields(family.aliases, {k: v for k, v in raw.items() if k not in unread})
         stated = {**family.defaults, **named, **rotary}
         check_fixed(stated, family)
         # the same fields, with the default in place of null
@@ -166,7 +166,7 @@ class ModelConfig:
         multipliers = {name: number(values, name, float) for name in family.multipliers}
         if family.scaled_embeddings:
             multipliers["embedding_multiplier"] = values["hidden_size"] ** 0.5
-        if family.scaled_window and "factor" in rotary:
+        if family.scaled_window and rotary.get("rope_type") == "linear":
             longest = number(values, "max_position_embeddings", int)
             original = int(longest / number(values, "factor", float))
             values.setdefault("original_max_position_embeddings", original)
@@ -220,12 +220,14 @@ class ModelConfig:
         }
         if len(family.mixers) > 1:
             written["layer_types"] = [kind.mixer for kind in self.layers]
-        if "sliding_attention" in family.mixers:
+        # transformers needs a number even where no layer has a window: it then takes its default
+        if any(kind.mixer == "sliding_attention" for kind in self.layers):
             written["sliding_window"] = self.sliding_window
-        if self.rope_local_theta:
-            local = {"rope_type": "default", "rope_theta": self.rope_local_theta}
+        if family.rotary:
+            local_theta = self.rope_local_theta or self.rope_theta
+            local = {"rope_type": "default", "rope_theta": local_theta}
             written["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
-            written["rope_local_base_freq"] = self.rope_local_theta
+            written["rope_local_base_freq"] = local_theta
         if "no_rope_layer_interval" in family.defaults:
             written["no_rope_layers"] = [int(kind.rotary != "none") for kind in self.layers]
         for name in family.multipliers:

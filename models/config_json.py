@@ -14,6 +14,8 @@ from models.families import TABLES, Experts, Family, Fields, LayerKind, RopeScal
 NEUTRAL: Fields = TABLES["neutral"]
 # The fields of every type of rotary scaling; yarn needs the first two only.
 _ROPE_TYPES: Mapping[str, list[str]] = TABLES["rope_types"]
+# The fields that transformers reads in the rotary tables alone.
+ROTARY = {"rope_type", *chain.from_iterable(_ROPE_TYPES.values())}
 
 # A number from this limit on is taken for a mistake; the limit of other whole numbers is 2^31.
 LIMITS: Mapping[str, float] = TABLES["limits"]
@@ -79,27 +81,34 @@ def check_fixed(stated: Fields, family: Family) -> None:
 def rotary_fields(raw: Fields, family: Family) -> Fields:
     """Return the rotary settings that lie in tables of their own, in either style, under the newer names."""
     table = raw.get("rope_parameters") or {}
-    if "full_attention" in table:  # one table for each mixer
-        full, local = (table.get(f"{x}_attention") or {} for x in ("full", "sliding"))
-        if {type(full), type(local)} != {dict}:
+    if {"full_attention", "sliding_attention"} & table.keys():  # one table for each mixer
+        tables: list[Any] = [table.get(f"{x}_attention") for x in ("full", "sliding")]
+        full, local = tables
+        if not family.rotary or {*map(type, tables)} != {dict}:
+            kind = "each kind" if family.rotary else "all kinds"
             raise ValueError(
-                f"config.json has rope_parameters = {table!r:.60}, where each kind of layers must have a table; "
+                f"config.json has rope_parameters = {table!r:.60}, where {kind} of layers must have a table; "
                 "correct the file"
             )
         others = {"rope_local_base_freq": "rope_theta", "local_rope_type": "rope_type"}
         table = full | {name: local.get(key) for name, key in others.items()}
     scaling = raw.get("rope_scaling") or {}
     # "type" is the older name, which files may have beside a newer table
-    table = join_fields({"type": "rope_type"}, table, scaling) or family.rope_scaling
+    table = join_fields({"type": "rope_type"}, table, scaling)
+    if not table and raw.get("rope_parameters") is None:
+        table = family.rope_scaling
     # raises if they differ; null in one place is no value
-    table = join_fields({}, {"rope_theta": raw.get("rope_theta")}, table)
+    beside = raw.keys() & {"rope_theta", "original_max_position_embeddings"}
+    table = join_fields({}, {name: raw[name] for name in beside}, table)
     rope_type = table.get("rope_type")
     if (scaling or "factor" in table) and not isinstance(rope_type, str):
         raise ValueError(
             f"config.json has rotary scaling {table!r:.60} without a rope_type; name it, or remove the scaling"
         )
     check_kinds(table)
-    return table
+    if "truncate" in table:  # of which null is no default, but false
+        table["truncate"] = bool(table["truncate"])
+    return {name: x for name, x in table.items() if x is not None}
 
 
 def read_experts(values: Fields, family: Family) -> Experts:

@@ -54,7 +54,7 @@ class Family:
         rope_scaling: what transformers assumes if config.json has neither rope_scaling nor rope_parameters.
         multipliers: the fields of Multipliers that config.json has.
         scaled_embeddings: embeddings are multiplied by the square root of their width.
-        scaled_window: max_position_embeddings is the window that the file's rotary scaling leads to, whatever its type.
+        scaled_window: max_position_embeddings is the window that a linear rotary scaling in the file leads to.
     """
 
     class_name: str

@@ -4,6 +4,7 @@ import json
 from operator import attrgetter
 
 import pytest
+import torch
 
 from models.arch import ARCHITECTURES, ModelConfig
 from models.families import FAMILIES, RopeScaling
@@ -16,6 +17,7 @@ from ulysses.config.command_line import check
 LLAMA = tiny_config()
 QWEN = LLAMA | {"model_type": "qwen2"}
 QWEN3 = LLAMA | {"model_type": "qwen3"}
+CASES_BY_TYPE = {raw["model_type"]: raw for raw in CASES.values()}
 MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": None}
 
 
@@ -239,3 +241,77 @@ def test_no_token_stays_none_beside_a_default():
     config = ModelConfig.from_hf(raw)
     assert config.bos_token_id is None and config.eos_token_id == ()
     assert config.pad_token_id == 128004 and ModelConfig.from_hf(config.to_hf()) == config
+
+
+BESIDE = json.loads("""{
+    "rope_type": "linear", "factor": 8.0, "beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 0.5, "mscale": 2.0,
+    "mscale_all_dim": 0.5, "truncate": false, "low_freq_factor": 2.0, "high_freq_factor": 3.0
+}""")
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_rotary_fields_outside_their_tables_count_as_in_transformers(model_type):
+    """Only the original window does, so that two of them are refused."""
+    raw = LLAMA | {"model_type": model_type, "rope_scaling": None, "rope_parameters": {}}
+    if FAMILIES[model_type].rotary:
+        del raw["rope_parameters"]
+    for table in ({}, {"rope_scaling": YARN | {"original_max_position_embeddings": 64}}):
+        given = {**CASES_BY_TYPE.get(model_type, {}), **raw, **table}
+        assert ModelConfig.from_hf(given | BESIDE) == ModelConfig.from_hf(given)
+    with pytest.raises(
+        ValueError, match="has original_max_position_embeddings = 32 and, in an"
+    ):
+        ModelConfig.from_hf(given | {"original_max_position_embeddings": 32})
+
+
+LOCAL = """{"rope_type": "default", "rope_theta": 77.0}"""
+TABLES = """
+llama => {"full_attention": LOCAL, "sliding_attention": LOCAL} => where all kinds of layers must have a table
+mistral => {"full_attention": LOCAL} => where all kinds of layers must have a table
+gemma3_text => {"sliding_attention": LOCAL} => where each kind of layers must have a table
+olmo3 => {"full_attention": LOCAL, "sliding_attention": null} => where each kind of layers must have a table
+"""
+
+
+@pytest.mark.parametrize("model_type, tables, sentence", rows_of(TABLES))
+def test_tables_of_positions_for_other_layers_than_the_family_has(model_type, tables, sentence):
+    raw = LLAMA | {"model_type": model_type}
+    with pytest.raises(ValueError, match=f"config.json has rope_parameters = .*, {sentence}; "):
+        ModelConfig.from_hf(
+            raw | {"rope_parameters": json.loads(tables.replace("LOCAL", LOCAL))}
+        )
+
+
+def test_nulls_and_empty_tables_of_positions_are_transformers():
+    scaling = YARN | {"truncate": None}
+    assert ModelConfig.from_hf(LLAMA | {"rope_scaling": scaling}).rope_scaling.truncate is False
+    raw = LLAMA | {"model_type": "gpt_oss"}
+    assert ModelConfig.from_hf(raw).rope_scaling.factor == 32
+    assert ModelConfig.from_hf(raw | {"rope_parameters": {}}).rope_scaling is None
+    gemma = LLAMA | {"model_type": "gemma3_text", "rope_local_base_freq": 33.0}
+    tables = {f"{x}_attention": {"rope_type": "default"} for x in ("full", "sliding")}
+    assert ModelConfig.from_hf(gemma | {"rope_parameters": tables}).rope_local_theta == 33
+    # for yarn transformers takes the window of the file for the original one, in Gemma too
+    scaled = ModelConfig.from_hf(gemma | {"rope_scaling": YARN, "max_position_embeddings": 64})
+    assert scaled.rope_scaling.original_max_position_embeddings == 64
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_mask_that_is_not_causal_is_refused(model_type):
+    raw = {**CASES_BY_TYPE.get(model_type, LLAMA), "model_type": model_type}
+    assert ModelConfig.from_hf(raw | {"is_causal": True}) == ModelConfig.from_hf(raw)
+    with pytest.raises(
+        ValueError, match="config.json has is_causal = False, which these models"
+    ):
+        ModelConfig.from_hf(raw | {"is_causal": False})
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "olmo3", "gpt_oss"])
+def test_exports_without_a_layer_that_has_a_window_are_transformers(model_type):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    raw = {**CASES_BY_TYPE[model_type], "layer_types": ["full_attention"] * 2}
+    config = ModelConfig.from_hf(raw | {"num_hidden_layers": 2})
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config.to_hf()))
+    assert model(torch.arange(3)[None]).logits.isfinite().all()
+    assert ModelConfig.from_hf(config.to_hf()) == config
