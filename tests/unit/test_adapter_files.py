@@ -103,7 +103,9 @@ def test_an_adapter_is_read_as_peft_merges_it(base, tmp_path, task, rslora):
 
 
 UNFIT = json.loads("""{
-    "use_dora": true, "peft_type": "LOHA", "alpha_pattern": {"q_proj": 1}, "init_lora_weights": "pissa"
+    "use_dora": true, "peft_type": "LOHA", "alpha_pattern": {"q_proj": 1}, "init_lora_weights": "pissa",
+    "alora_invocation_tokens": [5, 6], "layer_replication": [[0, 2], [1, 3]], "use_bdlora": {"nblocks": 2},
+    "arrow_config": {"top_k": 2}, "kasa_config": {}, "monteclora_config": {}
 }""")
 
 
