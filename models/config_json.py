@@ -85,10 +85,13 @@ def rotary_fields(raw: Fields, family: Family) -> Fields:
         tables: list[Any] = [table.get(f"{x}_attention") for x in ("full", "sliding")]
         full, local = tables
         if not family.rotary or {*map(type, tables)} != {dict}:
-            kind = "each kind" if family.rotary else "all kinds"
+            needed = (
+                "each kind of layers must have a table"
+                if family.rotary
+                else "all layers share one table"
+            )
             raise ValueError(
-                f"config.json has rope_parameters = {table!r:.60}, where {kind} of layers must have a table; "
-                "correct the file"
+                f"config.json has rope_parameters = {table!r:.60}, where {needed}; correct the file"
             )
         others = {"rope_local_base_freq": "rope_theta", "local_rope_type": "rope_type"}
         table = full | {name: local.get(key) for name, key in others.items()}

@@ -266,8 +266,8 @@ def test_rotary_fields_outside_their_tables_count_as_in_transformers(model_type)
 
 LOCAL = """{"rope_type": "default", "rope_theta": 77.0}"""
 TABLES = """
-llama => {"full_attention": LOCAL, "sliding_attention": LOCAL} => where all kinds of layers must have a table
-mistral => {"full_attention": LOCAL} => where all kinds of layers must have a table
+llama => {"full_attention": LOCAL, "sliding_attention": LOCAL} => where all layers share one table
+mistral => {"full_attention": LOCAL} => where all layers share one table
 gemma3_text => {"sliding_attention": LOCAL} => where each kind of layers must have a table
 olmo3 => {"full_attention": LOCAL, "sliding_attention": null} => where each kind of layers must have a table
 """
