@@ -13,6 +13,7 @@ from tests.family_case import FAMILIES as CASES
 from tests.model_folder import tiny_config
 from ulysses.check.input_files import read_shape
 from ulysses.config.command_line import check
+from ulysses.disk import write_json
 
 LLAMA = tiny_config()
 QWEN = LLAMA | {"model_type": "qwen2"}
@@ -51,6 +52,15 @@ def test_a_changed_key_counts_whatever_else_says_the_same_of_the_shape(arch, key
     shape, _ = read_shape(check({"stage": "sft", "run": {"steps": 1}, "model": model}))
     found = attrgetter(read)(shape)
     assert (len(found) if read == "pattern" else found) == int(value)
+
+
+def test_a_changed_key_brings_no_scaling_back_that_the_file_does_not_have(tmp_path):
+    """gpt-oss has one by default."""
+    plain = CASES_BY_TYPE["gpt_oss"] | {"rope_scaling": None, "rope_parameters": {}}
+    write_json(tmp_path / "config.json", plain)
+    model = {"path": str(tmp_path), "init": "random", "config": {"num_hidden_layers": 2}}
+    shape, _ = read_shape(check({"stage": "sft", "run": {"steps": 1}, "model": model}))
+    assert shape.num_hidden_layers == 2 and shape.rope_scaling is None
 
 
 def test_defaults_are_those_of_transformers():

@@ -141,7 +141,8 @@ def read_shape(config: Config, need_weights: bool = True) -> tuple[ModelConfig, 
         elif model.arch:
             raw = architecture(model.arch).to_hf()
         if model.config or folder is None:
-            raw.pop("rope_parameters", None)  # model.config may have either style of them
+            if raw:  # emptied, because model.config may have either style of them
+                raw["rope_parameters"] = {}
             for name in model.config:  # `raw` may have the field under its other name
                 raw.pop(name, None)
                 raw.pop(SYNONYMS.get(name, ""), None)
