@@ -28,10 +28,13 @@ def wide_product(
     """Return left @ right in `dtype`, added to `total` in place if there is one.
 
     Half-precision matrices on a GPU may have a float32 product, which the kernel also adds to the total; elsewhere both
-    matrices must have the `dtype`.
+    matrices must have the `dtype`. torch.autocast changes none of these products.
     """
     if left.dtype == dtype:
-        return left @ right if total is None else total.addmm_(left, right)
+        if total is not None:
+            return total.addmm_(left, right)
+        # in place, because autocast would round the operands of `left @ right`
+        return left.new_empty(len(left), right.shape[1]).addmm_(left, right, beta=0)
     if total is None:
         return torch.mm(left, right, out_dtype=dtype)
     return torch.addmm(total, left, right, out_dtype=dtype, out=total)

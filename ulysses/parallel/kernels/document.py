@@ -229,11 +229,12 @@ def _plain_forward(inputs: Inputs) -> Results:
     wide = torch.promote_types(q.dtype, torch.float32)
     key, value = inputs.k.to(wide), inputs.v.to(wide)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=wide, device=q.device)
-    for rows, keys, scores in _score_tiles(inputs, key):
-        total = scores.logsumexp(-1, keepdim=True)
-        weights = scores.sub_(total).exp_()
-        out[:, :, rows] = (weights @ value[:, :, None, keys]).flatten(1, 2).to(q.dtype)
-        lse[:, :, rows] = total.flatten(1, 2).squeeze(-1)
+    with torch.autocast(q.device.type, enabled=False):  # it would round the products
+        for rows, keys, scores in _score_tiles(inputs, key):
+            total = scores.logsumexp(-1, keepdim=True)
+            weights = scores.sub_(total).exp_()
+            out[:, :, rows] = (weights @ value[:, :, None, keys]).flatten(1, 2).to(q.dtype)
+            lse[:, :, rows] = total.flatten(1, 2).squeeze(-1)
     return out, lse
 
 
@@ -241,14 +242,15 @@ def _plain_backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor) -> I
     q, k, v = inputs[:3]
     key, value = k.to(lse.dtype), v.to(lse.dtype)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(key), torch.zeros_like(value)
-    for rows, keys, scores in _score_tiles(inputs, key):
-        upstream, output, query = (_to_groups(x[:, :, rows], key) for x in (dout, out, q))
-        weights = scores.sub_(_to_groups(lse[:, :, rows, None], key)).exp_()
-        delta = (upstream * output).sum(-1, keepdim=True)
-        dscores = weights * (upstream @ value[:, :, None, keys].mT - delta) * inputs.scale
-        dq[:, :, rows] = (dscores @ key[:, :, None, keys]).flatten(1, 2).to(q.dtype)
-        dk[:, :, keys] += dscores.flatten(2, 3).mT @ query.flatten(2, 3)
-        dv[:, :, keys] += weights.flatten(2, 3).mT @ upstream.flatten(2, 3)
+    with torch.autocast(q.device.type, enabled=False):
+        for rows, keys, scores in _score_tiles(inputs, key):
+            upstream, output, query = (_to_groups(x[:, :, rows], key) for x in (dout, out, q))
+            weights = scores.sub_(_to_groups(lse[:, :, rows, None], key)).exp_()
+            delta = (upstream * output).sum(-1, keepdim=True)
+            dscores = weights * (upstream @ value[:, :, None, keys].mT - delta) * inputs.scale
+            dq[:, :, rows] = (dscores @ key[:, :, None, keys]).flatten(1, 2).to(q.dtype)
+            dk[:, :, keys] += dscores.flatten(2, 3).mT @ query.flatten(2, 3)
+            dv[:, :, keys] += weights.flatten(2, 3).mT @ upstream.flatten(2, 3)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 

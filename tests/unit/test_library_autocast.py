@@ -1,0 +1,68 @@
+"""torch.autocast, under which users of the library train, changes no number of the losses and the attention.
+
+A product in half precision in the forward pass alone, where the backward pass computes it again without autocast, would
+also give gradients that are those of no function.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from losses import linear_logprobs
+from losses.distill import distillation
+from ulysses import UlyssesAttention
+
+DRAW = torch.Generator().manual_seed(0)
+HIDDEN, WEIGHT = torch.randn(50, 64, generator=DRAW), torch.randn(100, 64, generator=DRAW)
+TARGETS = torch.randint(0, 100, (50,), generator=DRAW)
+HEADS = [torch.randn(50, heads, 16, generator=DRAW) for heads in (4, 2, 2)]
+
+
+def logps(hidden: Tensor, weight: Tensor) -> Tensor:
+    return linear_logprobs(hidden, weight, TARGETS, tile_rows=20).logps
+
+
+def entropy(hidden: Tensor, weight: Tensor) -> Tensor:
+    return linear_logprobs(hidden, weight, TARGETS, entropy=True).entropy
+
+
+def nll(hidden: Tensor, weight: Tensor) -> Tensor:
+    return linear_logprobs(hidden, weight, TARGETS, loss_weights=torch.ones(50)).nll
+
+
+def distilled(hidden: Tensor, weight: Tensor) -> Tensor:
+    loss = distillation(HIDDEN.flip(0), WEIGHT, beta=0.5, temperature=1.0, nll_weight=0.5)
+    ones = torch.ones(50)
+    return linear_logprobs(hidden, weight, TARGETS, loss_weights=ones, tile_loss=loss).nll
+
+
+def attended(*heads: Tensor, kernel: str = "auto", window: int | None = None) -> Tensor:
+    attention = UlyssesAttention(None, 4, 2, 16, kernel, window=window)
+    return attention(*heads, torch.tensor([0, 20, 50]))
+
+
+def attended_plainly(*heads: Tensor) -> Tensor:
+    return attended(*heads, kernel="reference")
+
+
+def attended_through_a_window(*heads: Tensor) -> Tensor:
+    return attended(*heads, window=7)
+
+
+HEAD_CASES = (logps, entropy, nll, distilled)
+ATTENTION_CASES = (attended, attended_plainly, attended_through_a_window)
+
+
+@pytest.mark.parametrize("function", HEAD_CASES + ATTENTION_CASES)
+def test_values_and_gradients_are_those_without_autocast(function):
+    given = HEADS if function in ATTENTION_CASES else [HIDDEN, WEIGHT]
+    inputs = [x.clone().requires_grad_() for x in given]
+    wanted = function(*inputs)
+    grads = torch.autograd.grad(wanted.square().sum(), inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = function(*inputs)
+        inside = torch.autograd.grad(got.square().sum(), inputs, retain_graph=True)
+    outside = torch.autograd.grad(got.square().sum(), inputs)
+    torch.testing.assert_close(got, wanted)
+    for found in (inside, outside):
+        torch.testing.assert_close(found, grads)
