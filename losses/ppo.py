@@ -140,12 +140,16 @@ def group_advantages(
     "group": (r - mean) / (std + 1e-4) over the group, std with n - 1 (GRPO, 2402.03300, section 4.1.2); with `scale`
     "batch" the std is that of all scores (2508.08221), without it r - mean alone (Dr. GRPO, 2503.20783).
     "leave_one_out": r minus the mean of the other answers (RLOO, 2402.14740).
-    Raises ValueError for another kind, or other shapes.
+    The sums are taken in float64, so that equal scores give 0. Raises ValueError for another kind or scale, or other
+    shapes.
     """
     rule = "scores and groups: they must be [N], one of both for each answer"
     scores, groups = check_shapes(rule, 1, scores.detach(), groups)
     if kind not in ("group", "leave_one_out"):
         raise ValueError(f"kind is {kind!r} but must be group or leave_one_out")
+    if scale not in (True, False, "batch"):
+        raise ValueError(f"scale is {scale!r} but must be True, False or 'batch'")
+    dtype, scores = scores.dtype, scores.double()
     places = groups.unique(return_inverse=True)[1]
 
     def summed(values: Tensor) -> Tensor:
@@ -155,13 +159,13 @@ def group_advantages(
     sizes = summed(torch.ones_like(scores))
     centred, others = scores - summed(scores) / sizes, (sizes - 1).clamp(min=1)
     if kind == "leave_one_out":
-        return centred * sizes / others
+        return (centred * sizes / others).to(dtype)
     if not scale:
-        return centred
+        return centred.to(dtype)
     variance = summed(centred.square()) / others
     if scale == "batch":
         variance = (scores - scores.mean()).square().sum() / max(1, len(scores) - 1)
-    return centred / (variance.sqrt() + 1e-4)
+    return (centred / (variance.sqrt() + 1e-4)).to(dtype)
 
 
 @takes_tensors()
@@ -264,12 +268,13 @@ def kl_estimate(logps: Tensor, reference_logps: Tensor, kind: str = "k1") -> Ten
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """Return (values - mean) / sqrt(variance + 1e-8) where mask is set, 0 elsewhere.
 
-    values and mask have one shape, that of the result. The moments are those of the population where mask is set. A
-    single value, or none, gives zeros and never nan.
+    values and mask have one shape, that of the result. The moments are those of the population where mask is set, in
+    float64. Equal values, a single one, or none give zeros and never nan; values where it is not set change nothing.
     """
     values, mask = check_shapes("values and mask", None, values, mask)
     left_out = ~mask.bool()
     count = mask.bool().sum().clamp(min=1)
-    centred = values - values.masked_fill(left_out, 0.0).sum() / count
-    variance = centred.masked_fill(left_out, 0.0).square().sum() / count
-    return (centred * (variance + 1e-8) ** -0.5).masked_fill(left_out, 0.0)
+    kept = values.double().masked_fill(left_out, 0.0)
+    centred = (kept - kept.sum() / count).masked_fill(left_out, 0.0)
+    variance = centred.square().sum() / count
+    return (centred * (variance + 1e-8) ** -0.5).to(values.dtype)
