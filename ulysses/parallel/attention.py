@@ -181,7 +181,7 @@ class UlyssesAttention(nn.Module):
         super().__init__()
         check_name(kernel)
         self.window = _checked_window(window)
-        self.softmax_scale = softmax_scale or 1 / math.sqrt(head_dim)
+        self.softmax_scale = 1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
         self.mesh = mesh or ParallelMesh()
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -213,7 +213,25 @@ class UlyssesAttention(nn.Module):
         `sink` [H] holds a logit of every query head, which takes its part of the softmax and adds nothing. Its gradient
         on a rank covers the rank's heads and rows, and is zero for other heads.
         """
+        given = {
+            "query": query,
+            "key": key,
+            "value": value,
+            "cu_seqlens": cu_seqlens,
+            "sink": sink,
+        }
+        for name, x in given.items():
+            if not isinstance(x, Tensor | None):
+                raise TypeError(
+                    f"{name} is of type {type(x).__name__} but UlyssesAttention takes torch tensors; "
+                    f"use torch.as_tensor({name})"
+                )
         self._check_shapes(query, key, value)
+        # before the ranks exchange anything, where an error on one of them would leave the others waiting
+        if sink is not None and sink.shape != (self.num_heads,):
+            raise ValueError(
+                f"sink is {list(sink.shape)} but must be [{self.num_heads}], with all query heads on every rank"
+            )
         window = _checked_window(self.window if window is None else window)
         if window and not causal:
             raise ValueError(
@@ -226,7 +244,13 @@ class UlyssesAttention(nn.Module):
                 f"the query has shape {tuple(query.shape)}"
             )
         attention = copy(self)
-        attention.window, attention.softmax_scale = window, softmax_scale or self.softmax_scale
+        attention.window = window
+        if softmax_scale is not None:
+            attention.softmax_scale = softmax_scale
+        if not attention.softmax_scale > 0:
+            raise ValueError(
+                f"softmax_scale is {attention.softmax_scale} but must be above 0; None is head_dim^-0.5"
+            )
         if is_dense:
             plan = dense_plan(self.mesh, query.shape[1], query.device)
         elif plan is None:
@@ -243,6 +267,10 @@ class UlyssesAttention(nn.Module):
         return torch.stack(outputs) if is_dense else outputs[0]
 
     def _make_plan(self, cu_seqlens: Any, query: Tensor) -> AttentionPlan:
+        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
+            raise ValueError(
+                f"cu_seqlens is {cu_seqlens.dtype} {list(cu_seqlens.shape)} but must hold whole numbers [N + 1]"
+            )
         mesh, ranks = self.mesh, self.mesh.sequence_parallel_size
         total, bounds = len(query) * ranks, cu_seqlens.cpu()
         listed = bounds.tolist() or [0]
@@ -368,18 +396,19 @@ class UlyssesAttention(nn.Module):
         shapes = [(*query.shape[:-2], heads, self.head_dim) for heads in counts]
         tensors = query, key, value
         alike = [x.shape for x in tensors] == shapes and query.dtype == key.dtype == value.dtype
+        alike = alike and query.is_floating_point() and query.numel() > 0
         if query.dim() not in (3, 4) or not alike:
             raise ValueError(
                 f"query, key and value are {', '.join(f'{x.dtype} {list(x.shape)}' for x in tensors)}; they must have "
                 f"one dtype and {counts} heads of {self.head_dim}: [S, heads, {self.head_dim}] or [B, S, heads, ...], "
-                "and one length S"
+                "and one length S, at least 1, of floats"
             )
 
 
 def _checked_window(window: int | None) -> int | None:
-    if window is not None and window < 1:
+    if window is not None and (not isinstance(window, int) or window < 1):
         raise ValueError(
-            f"window is {window} but a token sees at least itself; set it to 1 or more, or to None"
+            f"window is {window} but a token sees at least itself; set it to 1 or more, or to None, in whole tokens"
         )
     return window
 
