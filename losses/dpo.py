@@ -66,7 +66,8 @@ def dpo_loss(
     robust, exo_pair, simpo, sigmoid_norm and aot; `f_divergence` to sigmoid, robust, hinge, exo_pair and discopop.
     `bco_delta` is bco_pair's running mean of the rewards. aot sorts the margins of these N pairs, or compares each
     policy margin with the given `aot_reference_margins` (`aot_margins` of more pairs than these).
-    Raises ValueError for other shapes, and if an argument is out of range or does not apply to any of the losses.
+    Raises ValueError for other shapes, if an argument is out of range, and if label_smoothing or f_divergence applies
+    to none of the losses. What else belongs to other losses is not read.
     """
     loss_types = (loss_type,) if isinstance(loss_type, str) else tuple(loss_type)
     for name in loss_types:

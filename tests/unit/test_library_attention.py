@@ -1,9 +1,9 @@
-"""What UlyssesAttention cannot compute, it refuses in one sentence and before the ranks exchange anything."""
+"""What packing and attention cannot compute, they refuse in one sentence, before the ranks exchange anything."""
 
 import pytest
 import torch
 
-from ulysses import UlyssesAttention
+from ulysses import ParallelMesh, Sequence, UlyssesAttention, pack_shard
 
 # what is given in the place of a good argument => what is said
 WRONG = r"""
@@ -46,3 +46,19 @@ def test_a_scale_of_the_module_that_is_zero_is_not_taken_for_the_default():
     q, k = torch.ones(6, 4, 8), torch.ones(6, 2, 8)
     with pytest.raises(ValueError, match=r"^softmax_scale is 0\.0 but must be above 0"):
         UlyssesAttention(None, 4, 2, 8, softmax_scale=0.0)(q, k, k, torch.tensor([0, 6]))
+
+
+def test_sequences_of_one_pack_have_the_same_columns():
+    plain = Sequence([1, 2], [1, 1])
+    others = (
+        Sequence([3, 4], [1, 1], token_columns={"old": [0.5, 0.5]}),
+        Sequence([3, 4], [1, 1], columns={"score": 1.0}),
+    )
+    for other in others:
+        # one column of the second sequence alone was dropped without a word
+        for pair in ([plain, other], [other, plain]):
+            with pytest.raises(
+                ValueError, match="^the sequences of a pack .* give all the same$"
+            ):
+                pack_shard(pair, ParallelMesh())
+        assert pack_shard([other, other], ParallelMesh()).num_tokens == 4

@@ -145,13 +145,20 @@ def pack_shard(
 
     There is no communication: every rank of the group is given the same sequences, which all have the same columns.
     For a rank that has run out of data, no sequences, or those that `emptied` returns, become a batch of sp tokens with
-    weight 0. Raises ValueError if only some sequences have tokens, or if a weight is not finite.
+    weight 0. Raises ValueError if only some sequences have tokens or a column, or if a weight is not finite.
     """
     # an empty pack reads no token, but learns its columns and their types
     column_source = sequences or [Sequence([], [])]
     sequences = [s for s in sequences if len(s.tokens)]
     if sequences and len(sequences) < len(column_source):
         raise ValueError("a sequence has no tokens; drop it before packing")
+    wanted = [{*column_source[0].token_columns}, {*column_source[0].columns}]
+    for sequence in sequences:
+        names = [{*sequence.token_columns}, {*sequence.columns}]
+        if names != wanted:
+            raise ValueError(
+                f"the sequences of a pack have the token_columns and columns {wanted} and {names}; give all the same"
+            )
     shared = shared_prompts(sequences)
     left_out = [count for _, count in shared]
     lengths = [len(sequence.tokens) - count for sequence, count in zip(sequences, left_out)]
