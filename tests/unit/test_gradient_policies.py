@@ -207,3 +207,12 @@ def test_large_slices_are_summed_accurately(dtype):
     norm, total = math.hypot(*(x.norm() for x in parts)), sum(x.abs().sum() for x in parts)
     found = (view := TorchGradients([("p", p)])).norm(), view.mean_abs()
     assert found == pytest.approx((norm, float(total) / len(p)), rel=1e-7)
+
+
+@pytest.mark.parametrize("value", [math.nan, -1.0])
+def test_a_setting_that_is_not_above_zero_is_refused(value):
+    """A max_norm of nan did not clip, and said nothing."""
+    said = f"max_norm is {value} but must be above 0"
+    for policies in ("default", [{"policy": "clip_global_norm", "max_norm": value}]):
+        with pytest.raises(ValueError, match=said):
+            build_chain(policies, max_norm=value)

@@ -50,7 +50,8 @@ class GradientPolicy:
             value = getattr(self, f.name)
             is_positive = f.init and isinstance(f.default, float | int) and f.default > 0
             does_not_clip = f.name == "max_norm" and value == 0
-            if is_positive and value <= 0 and not does_not_clip:
+            # nan is not above 0 either
+            if is_positive and not value > 0 and not does_not_clip:
                 raise ValueError(f"{f.name} is {value} but must be above 0")
 
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
