@@ -229,7 +229,9 @@ def _plain_forward(inputs: Inputs) -> Results:
     wide = torch.promote_types(q.dtype, torch.float32)
     key, value = inputs.k.to(wide), inputs.v.to(wide)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=wide, device=q.device)
-    with torch.autocast(q.device.type, enabled=False):  # it would round the products
+    with torch.autocast(
+        "cuda" if q.is_cuda else "cpu", enabled=False
+    ):  # it would round the products
         for rows, keys, scores in _score_tiles(inputs, key):
             total = scores.logsumexp(-1, keepdim=True)
             weights = scores.sub_(total).exp_()
@@ -242,7 +244,7 @@ def _plain_backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor) -> I
     q, k, v = inputs[:3]
     key, value = k.to(lse.dtype), v.to(lse.dtype)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(key), torch.zeros_like(value)
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast("cuda" if q.is_cuda else "cpu", enabled=False):
         for rows, keys, scores in _score_tiles(inputs, key):
             upstream, output, query = (_to_groups(x[:, :, rows], key) for x in (dout, out, q))
             weights = scores.sub_(_to_groups(lse[:, :, rows, None], key)).exp_()
