@@ -78,6 +78,10 @@ def check_sources(config: Config) -> None:
             raise ConfigError(
                 f"data source {source.path}: subset and revision are read of a dataset on the hub alone; remove them"
             )
+    if data.stopping_strategy != "first_exhausted" and not any(s.probability for s in sources):
+        raise ConfigError(
+            "data.stopping_strategy: no data source has a probability; give each of them one, or remove it"
+        )
     if not data.train:
         raise AbsentError(
             "data.train is empty; set it to a file, a folder, a hub dataset or a list of them"
@@ -248,7 +252,7 @@ def initial_weights(
     if source and (source / ADAPTER_CONFIG).is_file():
         base, _ = name_of_base(source)
         continues = base == config.model.path
-    rows = {}  # of the vocabulary's matrices: the new ones, each with the tokens whose mean it is
+    rows = {}  # the new rows of the vocabulary's matrices, each with the tokens whose mean it is
     if added := config.model.add_tokens:
         before = load_tokenizer(tokenizer_path, **config.model.special_tokens)
         for text, row in zip(added, tokenizer.convert_tokens_to_ids(added)):

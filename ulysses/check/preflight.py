@@ -181,7 +181,7 @@ def remarks(inputs: RunInputs, loader: StepLoader) -> Iterator[str]:
 
 
 def remarks_on_data(config: Config, loader: StepLoader) -> Iterator[str]:
-    """Yield such lines about the data that a run's own loop trains on."""
+    """Yield remarks about the data that `TrainingRun.train` trains on; a program with its own loop hears none."""
     data = config.data
     if data.eval and (
         both := repeated_data(parse_sources(data.train), parse_sources(data.eval))

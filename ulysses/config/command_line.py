@@ -343,9 +343,6 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
         )
         for name in tables
     }
-    if "probability" not in f"{data.train}{data.eval}":
-        reason = "no data source has a probability; give each of them one, or remove it"
-        unread[reason] = ("data.stopping_strategy",)
     if not model.lora.rank:
         reason = "model.lora.rank is 0, which trains all weights; set the rank, or remove them"
         unread[reason] = ("model.lora.",)

@@ -143,6 +143,7 @@ def run_question(
             tokens_per_microbatch=0,
             seed=config.run.seed,
         )
+        chosen = loader.planned_steps()
 
     def question_of(data: TokenizedDataset | None) -> Question:
         # a micro-batch must hold the longest example or, if that is unknown, the longest that there may be
@@ -150,7 +151,7 @@ def run_question(
         if auto:
             tokens = int(data.lengths.max()) if data and not is_sampled else longest
         if data:
-            steps = [planned_step(stage, shape, data, each) for each in loader.planned_steps()]
+            steps = [planned_step(stage, shape, data, each) for each in chosen]
         else:
             whole, count = min(longest, tokens), requirements.examples_per_step
             pairs = sides * squares(whole / sides, windows=shape.windows)

@@ -235,11 +235,11 @@ class PpoStage(ReferencedStage):
     # ---------------------------------------------------------------- what the loop reads
 
     def read(self, source: StepLoader, step: int) -> StepBatches:
-        packs = (
-            [sequence for example in examples for sequence in example.sequences]
-            for examples in self.micro_batches(source, step)
-        )
-        return StepBatches([pack_shard(x, self.mesh, self.model.device) for x in packs])
+        trained = []
+        for examples in self.micro_batches(source, step):
+            packed = [sequence for example in examples for sequence in example.sequences]
+            trained.append(pack_shard(packed, self.mesh, self.model.device))
+        return StepBatches(trained)
 
     def micro_batches(self, source: StepLoader, step: int) -> list[list[Example]]:
         """Return the examples of a step's micro-batches; its rollout is made first, unless it is the current one."""
@@ -342,10 +342,11 @@ class PpoStage(ReferencedStage):
         """Answer the held-out prompts and return the metrics of their answers; the loss is minus the mean score."""
         maker = self.maker
         maker.synchronise()
-        all_answers, of_sets = list[list[Trajectory]](), Metrics()
+        all_answers: list[list[Trajectory]] = []
+        of_sets: Metrics = {}
         numbers = count(EVALUATION)
         for name, loader in source.sets().items():
-            answers = []
+            answers: list[list[Trajectory]] = []
             for k in range(loader.steps_per_epoch):
                 prompts = loader.indices(0, k)
                 maker.parts.phase("sampling")

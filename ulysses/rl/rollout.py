@@ -173,12 +173,11 @@ class RolloutMaker:
         rows = {g * each + k: indices[g] for g in local_groups for k in range(each)}
         if self.episodes is not None:
             given = {n: (row, dataset.row(row)) for n, row in rows.items()}
-            return [
-                replace(one, group=one.episode // each)
-                for one in self.episodes.draw(given, self.sampler, number)
-            ]
+            drawn = self.episodes.draw(given, self.sampler, number)
+            return [replace(one, group=one.episode // each) for one in drawn]
         prompts = {row: dataset[row].sequences[0].tokens.tolist() for row in {*rows.values()}}
         to_answer = {n: prompts[row] for n, row in rows.items()}
+        completions = self.sampler.sample(to_answer, number)
         return [
             Trajectory(
                 prompts[rows[n]],
@@ -190,7 +189,7 @@ class RolloutMaker:
                 episode=n,
                 row=rows[n],
             )
-            for n, answer in self.sampler.sample(to_answer, number).items()
+            for n, answer in completions.items()
         ]
 
     def scored(

@@ -28,8 +28,9 @@ def sample(trainer: Trainer, prompts: Sequence[Sequence[int]]) -> list[Completio
     """
     stage = ppo_stage(trainer)
     maker, longest = stage.maker, stage.requirements.longest_example
+    vocabulary = trainer.engine.module.config.vocab_size
     given = {
-        n: prompt_tokens(prompt, trainer.engine.module.config.vocab_size, f"prompt {n}")
+        n: prompt_tokens(prompt, vocabulary, f"prompt {n}")
         for n, prompt in enumerate(gather(prompts)[0])
     }
     if not given:
@@ -66,7 +67,7 @@ def learn(trainer: Trainer, rows: Sequence[Mapping[str, object]]) -> Metrics:
     limits = trainer.engine.module.config.vocab_size, stage.requirements.longest_example
     groups, given = defaultdict(list), []
     for n, row in enumerate(gather(rows)[0]):
-        # the first row of all tells what is not read
+        # the first row of the first rollout tells which columns are not read; `str` says nothing
         note = str if n or trainer.metrics else trainer.say
         try:
             columns = read_trajectory(RawRow(0, "", row), {}, *limits, note)

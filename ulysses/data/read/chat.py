@@ -377,7 +377,7 @@ class ChatTemplate:
     def _check_shown(
         self, messages: list[TemplateMessage], context: Context, prompt: str, anew: bool = False
     ) -> None:
-        """Raise DropRowError if the template hides a message: its text, and then a number in the place of it."""
+        """Raise DropRowError for a message whose text the prompt does not show, nor, `anew`, a number in its place."""
         others = [*messages]
         for i, message in enumerate(messages):
             role = message["role"]
@@ -386,7 +386,7 @@ class ChatTemplate:
                     raise DropRowError(f"the chat template does not show a {role} message")
                 others[i] = message | {"content": f"{i:020}"}
         if prompt and others != messages:
-            self._check_shown(others, context, self._render(context, others, True), True)
+            self._check_shown(others, context, self._render(context, others, True), anew=True)
 
     def _render_after(
         self, prompt: str, context: Context, messages: list[TemplateMessage]

@@ -200,8 +200,10 @@ class Tokenising:
                 if self.kind == "trajectory":
                     from ulysses.data.read.trajectories import read_trajectory
 
-                    limits = self.vocabulary, self.settings.max_length
-                    encoded.append(read_trajectory(row, source.columns, *limits, note))
+                    longest = self.settings.max_length
+                    encoded.append(
+                        read_trajectory(row, source.columns, self.vocabulary, longest, note)
+                    )
                     continue
                 for record in read_row(row.value, source, self.kind, note, variables):
                     if self.kind == "text":
