@@ -185,6 +185,25 @@ def test_idle_gradient_policies_need_one_collective_together():
     assert all(torch.equal(p.grad, before[n]) for n, p in named.items())
 
 
+def test_what_was_measured_ahead_is_only_read_later():
+    collectives = []
+
+    def all_reduce(tensor):
+        collectives.append(tensor)
+        return 2 * tensor  # another rank has the same slices
+
+    view = Gradients([GradientSlice("a", (2, 2), torch.tensor([3.0, 4.0]))], all_reduce)
+    view.begin_to_measure("norm", "mean_abs")
+    assert len(collectives) == 1
+    view.scale(3.0)
+    assert view.norm() == pytest.approx(3 * math.sqrt(50))
+    assert view.mean_abs() == pytest.approx(3 * 14 / 4) and len(collectives) == 1
+    view.begin_to_measure("norm")  # is remembered
+    assert len(collectives) == 1
+    view.slices()[0].zero_()  # what was measured is not so any more
+    assert view.norm() == 0 and len(collectives) == 2
+
+
 def test_plain_view_leaves_out_frozen_and_untouched_parameters():
     named = parameters({"a": (2, 3), "b": (2, 3), "c": (2, 3)})
     named["a"].requires_grad_(False)

@@ -23,16 +23,17 @@ from ulysses.gradients.policy import (
 class GradientPolicyChain:
     """Apply gradient policies in order; the first one that skips or stops ends the chain of this step.
 
-    All ranks call `apply` together.
+    All ranks call `apply` together. `reads` are the statistics that it asks for, by their names in Gradients.measure.
     """
 
     def __init__(self, policies: Sequence[GradientPolicy]) -> None:
         self.policies = list(policies)
+        self.reads = ["norm", *(name for policy in self.policies for name in policy.reads)]
         self.skipped_total = 0
 
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
         """Run the chain once and return the merged reports; act on `context` afterwards."""
-        gradients.measure("norm", *(name for policy in self.policies for name in policy.reads))
+        gradients.begin_to_measure(*self.reads)
         report = {"grad_norm": gradients.norm()}
         for policy in self.policies:
             report |= policy.apply(gradients, context)

@@ -70,26 +70,34 @@ class Gradients:
         self.numel = sum(e.numel for e in self.entries)
         self.factors = dict.fromkeys((e.scope for e in self.entries), 1.0)
         self._statistics: dict[str, list[float]] = {}
+        self._sums: dict[
+            str, Tensor
+        ] = {}  # over all ranks, of statistics that the host has not read yet
         self.sum_dtype = torch.promote_types(self.entries[0].grad.dtype, torch.float32)
 
     # ---------------------------------------------------------------- statistics
+
+    def begin_to_measure(self, *names: str) -> None:
+        """Launch what `measure` of these names needs, so that a GPU computes it while the host does something else."""
+        # sorted, so that the order is the same on every rank
+        missing = sorted(set(names) - self._statistics.keys() - self._sums.keys())
+        if missing:
+            local_sums = torch.stack([self._local_sums(statistic) for statistic in missing])
+            self._sums |= zip(missing, self.all_reduce(local_sums))
 
     def measure(self, *names: str) -> list[list[float]]:
         """Return a value for every parameter [P]: its L2 "norm", or its "mean_abs".
 
         Statistics that are not remembered take one collective, and the host waits for it.
         """
-        # sorted, so that the order is the same on every rank
-        missing = sorted(set(names) - self._statistics.keys())
-        if missing:
-            local_sums = torch.stack([self._local_sums(statistic) for statistic in missing])
-            sums = self.all_reduce(local_sums).tolist()
-            for statistic, values in zip(missing, sums):
-                if statistic == "norm":
-                    values = [math.sqrt(value) for value in values]
-                else:
-                    values = [value / e.numel for value, e in zip(values, self.entries)]
-                self._statistics[statistic] = values
+        self.begin_to_measure(*names)
+        for statistic, sums in self._sums.items():
+            if statistic == "norm":
+                values = [math.sqrt(value) for value in sums.tolist()]
+            else:
+                values = [value / e.numel for value, e in zip(sums.tolist(), self.entries)]
+            self._statistics[statistic] = values
+        self._sums.clear()
         factors = [abs(self.factors[e.scope]) for e in self.entries]
         return [[x * f for x, f in zip(self._statistics[name], factors)] for name in names]
 
@@ -145,6 +153,7 @@ class Gradients:
                 torch._foreach_mul_(grads, factor)
         self.factors = dict.fromkeys(self.factors, 1.0)
         self._statistics.clear()
+        self._sums.clear()
 
 
 class TorchGradients(Gradients):
