@@ -82,8 +82,8 @@ class Trainer:
         self.metrics: Metrics = {}
         self.stop_requested = self.save_due = False
         self._saved_at, self._saved_step = time.monotonic(), -1
-        # the batches of the coming step, if they have been read ahead
-        self._read_ahead: StepBatches | None = None
+        # what `_read` returns for the coming step, if it has been read ahead
+        self._read_ahead: tuple[StepBatches, dict[str, torch.Tensor]] | None = None
         config = self.stage.config
         self.routers = None
         if self.engine.module.config.moe:
@@ -177,16 +177,8 @@ class Trainer:
         # Only dropout draws from this generator. It is seeded anew in every step, so that checkpoints need not hold it.
         torch.manual_seed(seed_of(self.run.seed, step, self.mesh.rank))
         self.watch.phase("data", step + 1)
-        batches = self._read_ahead or self.stage.read(self.loader, step)
+        batches, normalisers = self._read_ahead or self._read(step)
         inputs_of_loss = self.stage.before_step(batches)
-        counts = MetricSums(self.engine.device)
-        for batch in batches.trained:
-            for name, value in self.stage.normalisers(batch).items():
-                counts.add(name, value)
-        totals = counts.totals()  # over all micro-batches and ranks. One collective
-        # in a step with nothing to train on, loss and gradient become zero instead of 0 / 0
-        totals = totals.masked_fill(totals == 0, 1).float()
-        normalisers = dict(zip(counts.sums, totals, strict=True))
         metrics = MetricSums(self.engine.device)
         if self.routers:
             self.routers.begin(batches.trained)
@@ -213,7 +205,7 @@ class Trainer:
         draws = needs.rollout is not None and (step + 1) % needs.steps_per_load == 0
         self._read_ahead = None
         if step + 1 < self.total_steps and not draws:
-            self._read_ahead = self.stage.read(self.loader, step + 1)
+            self._read_ahead = self._read(step + 1)
         self.watch.phase("optimizer step")
         if self.routers:
             self.routers.add(metrics)
@@ -234,6 +226,17 @@ class Trainer:
                 self.say(note)
         self.metrics = values
         return values
+
+    def _read(self, step: int) -> tuple[StepBatches, dict[str, torch.Tensor]]:
+        """Return what a step reads, and what its loss terms are divided by, over all ranks. One collective."""
+        batches, counts = self.stage.read(self.loader, step), MetricSums(self.engine.device)
+        for batch in batches.trained:
+            for name, value in self.stage.normalisers(batch).items():
+                counts.add(name, value)
+        totals = counts.totals()
+        # in a step with nothing to train on, loss and gradient become zero instead of 0 / 0
+        totals = totals.masked_fill(totals == 0, 1).float()
+        return batches, dict(zip(counts.sums, totals, strict=True))
 
     def _reduce(self, metrics: MetricSums) -> Metrics:
         """Return the step's metrics over all ranks. One collective, and the host waits for it.
