@@ -195,12 +195,13 @@ def take_step(
         loss = engine(batch, nll=True).nll
         scale = bench.mesh.world_size / count / micro_batches
         engine.backward(loss * scale, only_microbatch=micro_batches == 1)
+        loss = loss.detach()  # its graph goes while the device still computes, as in a run
     gradients = engine.gradients()
     gradient_policies(bench.config.gradients).apply(
         gradients, StepContext(step=1, total_steps=9, loss=0.0, lr=LR, seed=0)
     )
     engine.step(gradients, LR)
-    return loss.detach()
+    return loss
 
 
 def timed_steps(

@@ -17,12 +17,14 @@ from operator import add
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ulysses.check.run_folder import read_run_state
 from ulysses.data.serve.steps import StepLoader
 from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.gradients.gradients import Gradients
 from ulysses.gradients.policy import StepContext
+from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.random_keys import seed_of
 from ulysses.plan.hardware import device_peaks
 from ulysses.run.checkpoint import check_share, save_checkpoint
@@ -83,7 +85,7 @@ class Trainer:
         self.stop_requested = self.save_due = False
         self._saved_at, self._saved_step = time.monotonic(), -1
         # what `_read` returns for the coming step, if it has been read ahead
-        self._read_ahead: tuple[StepBatches, dict[str, torch.Tensor]] | None = None
+        self._read_ahead: tuple[StepBatches, dict[str, Tensor]] | None = None
         config = self.stage.config
         self.routers = None
         if self.engine.module.config.moe:
@@ -183,22 +185,10 @@ class Trainer:
         if self.routers:
             self.routers.begin(batches.trained)
         for batch, inputs in zip(batches.trained, inputs_of_loss, strict=True):
-            self.watch.phase("forward")
-            parts = []  # of this micro-batch's share of the step's mean loss
-            for term in self.stage.losses(batch, metrics, *inputs):
-                scaled = term._replace(weight=term.weight / normalisers[term.normaliser])
-                metrics.add("loss", self.stage.local_sum(scaled))
-                parts.append(scaled.value * scaled.weight)
-            # the counts from which `_measure` computes the speed; rows with a target are projected to the vocabulary
-            on_first_rank = self.stage.on_first_rank
-            metrics.add("projected", float(batch.num_valid))
-            metrics.add("tokens", on_first_rank(float(batch.num_tokens)))
-            metrics.add("tokens_shared", on_first_rank(float(batch.num_tokens_shared)))
-            metrics.add("squares", on_first_rank(float(batch.num_squares)))
+            loss = self._loss(batch, inputs, normalisers, metrics)
             self.watch.phase("backward")
-            # gradients are averaged over all ranks, and each rank has its share of the mean
-            loss = reduce(add, parts) * float(self.mesh.world_size)
             self.engine.backward(loss, only_microbatch=len(batches.trained) == 1)
+            del loss  # with its graph, while the device still computes
         # The host reads the next batches while the device still computes. A step that begins with a rollout is not
         # read ahead: its answers are drawn with the weights that this step makes.
         needs = self.stage.requirements
@@ -227,7 +217,7 @@ class Trainer:
         self.metrics = values
         return values
 
-    def _read(self, step: int) -> tuple[StepBatches, dict[str, torch.Tensor]]:
+    def _read(self, step: int) -> tuple[StepBatches, dict[str, Tensor]]:
         """Return what a step reads, and what its loss terms are divided by, over all ranks. One collective."""
         batches, counts = self.stage.read(self.loader, step), MetricSums(self.engine.device)
         for batch in batches.trained:
@@ -237,6 +227,29 @@ class Trainer:
         # in a step with nothing to train on, loss and gradient become zero instead of 0 / 0
         totals = totals.masked_fill(totals == 0, 1).float()
         return batches, dict(zip(counts.sums, totals, strict=True))
+
+    def _loss(
+        self,
+        batch: ShardedBatch,
+        inputs: tuple[Tensor, ...],
+        normalisers: dict[str, Tensor],
+        metrics: MetricSums,
+    ) -> Tensor:
+        """Run a micro-batch forward; return this rank's share of the step's loss, and add to the metrics."""
+        self.watch.phase("forward")
+        parts = []  # of this micro-batch's share of the step's mean loss
+        for term in self.stage.losses(batch, metrics, *inputs):
+            scaled = term._replace(weight=term.weight / normalisers[term.normaliser])
+            metrics.add("loss", self.stage.local_sum(scaled))
+            parts.append(scaled.value * scaled.weight)
+        # the counts from which `_measure` computes the speed; rows with a target are projected to the vocabulary
+        on_first_rank = self.stage.on_first_rank
+        metrics.add("projected", float(batch.num_valid))
+        metrics.add("tokens", on_first_rank(float(batch.num_tokens)))
+        metrics.add("tokens_shared", on_first_rank(float(batch.num_tokens_shared)))
+        metrics.add("squares", on_first_rank(float(batch.num_squares)))
+        # gradients are averaged over all ranks, and each rank has its share of the mean
+        return reduce(add, parts) * float(self.mesh.world_size)
 
     def _reduce(self, metrics: MetricSums) -> Metrics:
         """Return the step's metrics over all ranks. One collective, and the host waits for it.

@@ -96,6 +96,7 @@ class OnePassSubGroup(SubGroup):
             numbers += start, length, address
             start += len(weight)
         self._places = torch.cat(blocks).to(self.master.device)
+        self._addresses: list[int] = []  # of the last step's gradients
         self._aligned = math.gcd(*numbers)
 
     def update(self, grads: Sequence[Tensor], lr: float, factor: float) -> None:
@@ -105,14 +106,16 @@ class OnePassSubGroup(SubGroup):
         state["step"] += 1
         updates = int(state["step"])
         addresses = [grad.data_ptr() for grad in grads]
-        # pinned, so that the host does not wait
-        grad_addresses = torch.tensor(addresses, pin_memory=True).to(
-            self.master.device, non_blocking=True
-        )
+        if addresses != self._addresses:  # mostly they are those of the step before
+            self._addresses = addresses
+            # pinned, so that the host does not wait
+            self._grads = torch.tensor(addresses, pin_memory=True).to(
+                self.master.device, non_blocking=True
+            )
         with torch.cuda.device(self.master.device):
             _adamw_kernel[(len(self._places),)](
                 self.master,
-                grad_addresses,
+                self._grads,
                 state["exp_avg"],
                 state["exp_avg_sq"],
                 self._places,
