@@ -66,7 +66,7 @@ def distillation(
         gradient = F.pad(gradient.div_(temperature), (0, width - common))
         if nll_weight:
             values = values - nll_weight * tile.logps
-            difference = one_hot_difference(tile.logits, tile.lse, tile.targets, dtype)
+            difference = one_hot_difference(tile, dtype)
             gradient.add_(difference, alpha=nll_weight)
         return values, gradient
 

@@ -155,19 +155,14 @@ def linear_logprobs(
         row_bytes *= 1 if tile_loss is None else LOSS_TILES
         limit = CUDA_TILE_BYTES if hidden.is_cuda else CPU_TILE_BYTES
         tile_rows = equal_tiles(hidden.shape[0], row_bytes, limit)
-    return LogProbs(
-        *_LinearLogProbs.apply(
-            hidden,
-            weight,
-            targets,
-            loss_weights,
-            tile_loss,
-            temperature,
-            tile_rows,
-            entropy,
-            lse,
-            mean_logit,
+    if loss_weights is not None:
+        logps, nll = _WeightedNll.apply(
+            hidden, weight, targets, loss_weights, tile_loss, temperature, tile_rows
         )
+        return LogProbs(logps, nll=nll)
+    wanted = entropy, lse, mean_logit
+    return LogProbs(
+        *_LinearLogProbs.apply(hidden, weight, targets, temperature, tile_rows, *wanted)
     )
 
 
@@ -180,146 +175,162 @@ def equal_tiles(count: int, row_bytes: int, tile_bytes: int) -> int:
     return min(limit, blocks * 128)
 
 
-class _LinearLogProbs(torch.autograd.Function):
+class _WeightedNll(torch.autograd.Function):
+    """The log-probabilities and their weighted sum nll, whose gradients are computed in forward."""
+
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        loss_weights: Tensor | None,
+        loss_weights: Tensor,
         tile_loss: TileLoss | None,
+        temperature: float,
+        tile_rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        tiles = _Tiles(ctx, hidden, weight, targets, temperature, tile_rows)
+        logps, values = tiles.logps, torch.empty_like(tiles.logps)
+        loss_weights = loss_weights.to(logps.dtype).masked_fill(tiles.ignored, 0.0)
+        scale = loss_weights / temperature
+        dtype = tiles.weight.dtype if any(ctx.needs_input_grad) else None
+        for tile in tiles:
+            rows = tile.rows
+            if tile_loss is None:
+                gradient = _log_softmax(tile, dtype)
+            else:
+                _log_softmax(tile)
+                values[rows], by_logits = tile_loss(tile)
+                gradient = by_logits.to(tiles.weight.dtype)
+                del by_logits
+            del tile
+            if gradient is not None:
+                tiles.add(rows, gradient, scale)
+            del gradient
+        logps.masked_fill_(tiles.ignored, 0.0)
+        ctx.mark_non_differentiable(logps)
+        ctx.save_for_backward(tiles.hidden_gradient, tiles.weight_gradient)
+        ctx.dtypes = hidden.dtype, weight.dtype
+        nll, _ = weighted_sum(-logps if tile_loss is None else values, loss_weights)
+        return logps, nll
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor, of_nll: Tensor) -> tuple[Tensor | None, ...]:
+        # a scalar would be rounded to the gradient's dtype first
+        factor = of_nll[None]
+        grads = [
+            g if g is None else torch.mul(g, factor, out=torch.empty_like(g, dtype=dtype))
+            for g, dtype in zip(ctx.saved_tensors, ctx.dtypes)
+        ]
+        return *grads, *[None] * 5
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    """The log-probabilities, and what else is wanted of the logits, which backward computes again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
         temperature: float,
         tile_rows: int,
         want_entropy: bool,
         want_lse: bool,
         want_mean: bool,
     ) -> tuple[Tensor | None, ...]:
-        tiles = _Tiles(ctx, hidden, weight, temperature, tile_rows)
-        lse = hidden.new_empty(len(hidden), dtype=tiles.dtype)
-        logps, values = torch.empty_like(lse), torch.empty_like(lse)
+        tiles = _Tiles(ctx, hidden, weight, targets, temperature, tile_rows)
+        logps, lse = tiles.logps, tiles.lse
         entropy = torch.empty_like(lse) if want_entropy else None
         mean = torch.empty_like(lse) if want_mean else None
-        ignored = targets < 0
-        safe = targets.masked_fill(ignored, 0)
-        # only nll's gradient by the logits is computed here: its factor for each row, and its dtype
-        scale: Any = None
-        tile_dtype = None
-        if loss_weights is not None:
-            loss_weights = loss_weights.to(lse.dtype).masked_fill(ignored, 0.0)
-            scale = loss_weights / temperature
-            if tile_loss is None and any(ctx.needs_input_grad):
-                tile_dtype = tiles.weight.dtype
-        for rows, logits in tiles:
-            gradient = None
-            if entropy is None and mean is None and _takes_kernel(logits):
-                gradient = logprobs_triton.log_softmax_at(
-                    logits, safe[rows], lse[rows], logps[rows], tile_dtype
-                )
+        for tile in tiles:
+            if entropy is None and mean is None:
+                _log_softmax(tile)
             else:
                 if mean is not None:
-                    mean[rows] = logits.mean(-1)
-                top, at = logits.max(-1)
-                logp = torch.log_softmax(logits, -1)
-                # lse comes from the largest logit: log p is small there, so no digits are lost even if logits are huge
-                lse[rows] = top - logp.gather(1, at[:, None])[:, 0]
-                logps[rows] = logp.gather(1, safe[rows, None])[:, 0]
+                    mean[tile.rows] = tile.logits.mean(-1)
+                logp = _torch_log_softmax(tile)
                 if entropy is not None:  # the logits are no longer needed
-                    entropy[rows] = -torch.exp(logp, out=logits).mul_(logp).sum(-1)
+                    entropy[tile.rows] = -torch.exp(logp, out=tile.logits).mul_(logp).sum(-1)
                 del logp
-                if tile_dtype is not None:
-                    gradient = one_hot_difference(logits, lse[rows], safe[rows], tile_dtype)
-            if tile_loss is not None:
-                values[rows], gradient = tile_loss(
-                    Tile(rows, logits, safe[rows], logps[rows], lse[rows])
-                )
-                gradient = gradient.to(tiles.weight.dtype)
-            del logits
-            if gradient is not None:
-                tiles.add(rows, gradient, scale)
-            del gradient
-        logps.masked_fill_(ignored, 0.0)
-        ctx.dtypes = None
-        if loss_weights is not None:
-            ctx.mark_non_differentiable(logps)
-            ctx.save_for_backward(tiles.hidden_gradient, tiles.weight_gradient)
-            ctx.dtypes = hidden.dtype, weight.dtype
-            nll, _ = weighted_sum(-logps if tile_loss is None else values, loss_weights)
-            return logps, None, None, None, nll
+            del tile
+        logps.masked_fill_(tiles.ignored, 0.0)
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
         ctx.temperature, ctx.tile_rows = temperature, tile_rows
         ctx.set_materialize_grads(False)
         # the caller may change the returned log-sum-exp in place, so the saved one is another tensor
-        return logps, entropy, lse.clone() if want_lse else None, mean, None
+        return logps, entropy, lse.clone() if want_lse else None, mean
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
-        if ctx.dtypes is not None:  # forward has computed the gradients of nll
-            # a scalar would be rounded to the gradient's dtype first
-            factor = upstream[-1][None]
-            grads = [
-                g if g is None else torch.mul(g, factor, out=torch.empty_like(g, dtype=dtype))
-                for g, dtype in zip(ctx.saved_tensors, ctx.dtypes)
-            ]
-            return *grads, *[None] * 8
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
-        g_logp, g_entropy, g_lse, g_mean, _ = upstream
-        ignored = targets < 0
-        g_logp = torch.zeros_like(lse) if g_logp is None else g_logp.masked_fill(ignored, 0.0)
-        safe = targets.masked_fill(ignored, 0)
+        g_logp, g_entropy, g_lse, g_mean = upstream
+        tiles = _Tiles(ctx, hidden, weight, targets, ctx.temperature, ctx.tile_rows, lse)
+        if g_logp is None:
+            g_logp = torch.zeros_like(lse)
+        g_logp = g_logp.masked_fill(tiles.ignored, 0.0)
         only_logps = g_entropy is None and g_lse is None and g_mean is None
         # in the common case the row's gradient scales the small operands, which saves a pass over the tile
         scale = (-g_logp if only_logps else torch.ones_like(lse)) / ctx.temperature
-        tiles = _Tiles(ctx, hidden, weight, ctx.temperature, ctx.tile_rows)
-        for rows, logits in tiles:
+        for tile in tiles:
             if only_logps:
-                gradient = one_hot_difference(logits, lse[rows], safe[rows], tiles.weight.dtype)
+                gradient = one_hot_difference(tile, tiles.weight.dtype)
             else:
-                gradient = _logit_gradient(
-                    logits.sub_(lse[rows, None]),
-                    rows,
-                    safe,
-                    g_logp,
-                    g_entropy,
-                    g_lse,
-                    g_mean,
-                    entropy,
-                ).to(tiles.weight.dtype)
-            del logits
+                gradient = _logit_gradient(tile, g_logp, g_entropy, g_lse, g_mean, entropy)
+                gradient = gradient.to(tiles.weight.dtype)
+            rows = tile.rows
+            del tile
             tiles.add(rows, gradient, scale)
             del gradient
         grad_weight = tiles.weight_gradient
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        return tiles.hidden_gradient, grad_weight, *[None] * 8
+        return tiles.hidden_gradient, grad_weight, *[None] * 6
 
 
 class _Tiles:
-    """The logits in tiles [R, V] of rows, float32 (float64), and the gradients that are added up over the tiles.
+    """The logits in tiles of rows, and what is written, or added up, over the tiles.
 
-    hidden_gradient [M, D], weight_gradient [V, D]: None where none is needed. The weight's stays float32 (float64).
+    dtype: float32, or float64 for float64 inputs. logps, lse [M]: forward writes into them; in backward lse is given.
+    hidden_gradient [M, D], weight_gradient [V, D]: None where none is needed. The weight's stays in `dtype`.
     """
 
     def __init__(
-        self, ctx: Any, hidden: Tensor, weight: Tensor, temperature: float, tile_rows: int
+        self,
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        tile_rows: int,
+        lse: Tensor | None = None,
     ) -> None:
         self.hidden, self.weight = hidden, operand(weight)
         self.temperature, self.tile_rows = temperature, tile_rows
+        self.ignored = targets < 0
+        self.targets = targets.masked_fill(self.ignored, 0)
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
+        self.logps = hidden.new_empty(len(hidden), dtype=self.dtype)
+        self.lse = torch.empty_like(self.logps) if lse is None else lse
         need_hidden, self.need_weight, *_ = ctx.needs_input_grad
         self.hidden_gradient = torch.empty_like(hidden) if need_hidden else None
         # the first tile's product makes it, if there is a tile
         no_rows = self.need_weight and not len(hidden)
         self.weight_gradient = torch.zeros_like(weight) if no_rows else None
 
-    def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
+    def __iter__(self) -> Iterator[Tile]:
         for start in range(0, len(self.hidden), self.tile_rows):
             rows = slice(start, start + self.tile_rows)
             # no variable here keeps the tile alive
-            yield (
+            yield Tile(
                 rows,
                 tile_logits(self.hidden[rows], self.weight, self.temperature, self.dtype),
+                self.targets[rows],
+                self.logps[rows],
+                self.lse[rows],
             )
 
     def add(self, rows: slice, gradient: Tensor, scale: Tensor) -> None:
@@ -335,23 +346,42 @@ class _Tiles:
             self.weight_gradient = wide_product(gradient.t(), hidden, self.dtype, total)
 
 
-def one_hot_difference(
-    logits: Tensor, lse: Tensor, targets: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Return p - onehot(target) [R, V] in `dtype`; it may overwrite the logits.
+def _log_softmax(tile: Tile, dtype: torch.dtype | None = None) -> Tensor | None:
+    """Write the tile's lse and logps. With a dtype, return p - onehot(target) in it, which may overwrite the logits."""
+    if _takes_kernel(tile.logits):
+        return logprobs_triton.log_softmax_at(
+            tile.logits, tile.targets, tile.lse, tile.logps, dtype
+        )
+    _torch_log_softmax(tile)
+    return None if dtype is None else one_hot_difference(tile, dtype)
+
+
+def _torch_log_softmax(tile: Tile) -> Tensor:
+    """Write the tile's lse and logps, and return log p [R, V] of the whole vocabulary."""
+    top, at = tile.logits.max(-1)
+    logp = torch.log_softmax(tile.logits, -1)
+    # lse comes from the largest logit: log p is small there, so no digits are lost even if logits are huge
+    tile.lse.copy_(top - logp.gather(1, at[:, None])[:, 0])
+    tile.logps.copy_(logp.gather(1, tile.targets[:, None])[:, 0])
+    return logp
+
+
+def one_hot_difference(tile: Tile, dtype: torch.dtype) -> Tensor:
+    """Return p - onehot(target) [R, V] in `dtype`, from the tile's logits, which it may overwrite, and its lse.
 
     The caller multiplies the smaller operands of the products by each row's upstream gradient. The target's entry is
     computed as expm1(log p), because rounding p first would lose 1 - p where p is close to 1.
     """
+    logits, targets, lse = tile.logits, tile.targets[:, None], tile.lse
     if _takes_kernel(logits):
         # the kernel computes the log-sum-exp and the log-probabilities again; nobody reads them
         return logprobs_triton.log_softmax_at(  # type: ignore[return-value]
-            logits, targets, torch.empty_like(lse), torch.empty_like(lse), dtype
+            logits, tile.targets, torch.empty_like(lse), torch.empty_like(lse), dtype
         )
-    at_target = logits.gather(1, targets[:, None]).sub_(lse[:, None]).expm1_()
-    tile = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
-    torch.exp(logits.sub_(lse[:, None]), out=tile)
-    return tile.scatter_(1, targets[:, None], at_target.to(dtype))
+    at_target = logits.gather(1, targets).sub_(lse[:, None]).expm1_()
+    out = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
+    torch.exp(logits.sub_(lse[:, None]), out=out)
+    return out.scatter_(1, targets, at_target.to(dtype))
 
 
 def _takes_kernel(logits: Tensor) -> bool:
@@ -361,34 +391,33 @@ def _takes_kernel(logits: Tensor) -> bool:
 
 
 def _logit_gradient(
-    logp: Tensor,
-    rows: slice,
-    targets: Tensor,
+    tile: Tile,
     g_logp: Tensor,
     g_entropy: Tensor | None,
     g_lse: Tensor | None,
     g_mean: Tensor | None,
     entropy: Tensor | None,
 ) -> Tensor:
-    """Return d/dlogits = p (g_lse - g_logp - g_entropy (log p + H)) + g_mean / V + g_logp onehot(target).
+    """Return d/dlogits = p (g_lse - g_logp - g_entropy (log p + H)) + g_mean / V + g_logp onehot(target), for a tile.
 
-    logp [R, V] is overwritten. Everything else is of all positions [M], of which `rows` are the R of the tile.
+    The tile's logits are overwritten. The gradients and the entropy are of all positions [M].
     """
-    targets, g_logp = targets[rows, None], g_logp[rows, None]
+    rows, targets = tile.rows, tile.targets[:, None]
+    logp, g_logp = tile.logits.sub_(tile.lse[:, None]), g_logp[rows, None]
     at_logp = logp.gather(1, targets)
     at_factor = torch.zeros_like(at_logp) if g_lse is None else g_lse[rows, None]
-    tile, factor = logp.exp(), at_factor - g_logp
+    out, factor = logp.exp(), at_factor - g_logp
     if g_entropy is not None and entropy is not None:
         g_entropy, entropy = g_entropy[rows, None], entropy[rows, None]
         at_factor = at_factor - g_entropy * (at_logp + entropy)
         factor = logp.add_(entropy).mul_(-g_entropy).add_(factor)
-    tile.mul_(factor)
+    out.mul_(factor)
     at_target = at_logp.exp() * at_factor - g_logp * at_logp.expm1()
     if g_mean is not None:
         flat = g_mean[rows, None] / logp.shape[1]
-        tile.add_(flat)
+        out.add_(flat)
         at_target.add_(flat)
-    return tile.scatter_(1, targets, at_target)
+    return out.scatter_(1, targets, at_target)
 
 
 def operand(weight: Tensor) -> Tensor:
