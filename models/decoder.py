@@ -124,8 +124,8 @@ class Decoder(nn.Module):
             )
         offloaded = count if memory.offloaded_layers is None else memory.offloaded_layers
         for number, (layer, level) in enumerate(zip(self.layers, levels)):
-            offloader = memory.offloader if number < offloaded else None
-            layer.set_memory(level, memory.mlp_tile, offloader)
+            layer.recompute, layer.mlp_tile = level, memory.mlp_tile
+            layer.offloader = memory.offloader if number < offloaded else None
         self.graphs = None
         if memory.graphs:
             self.graphs = LayerGraphs(self.layers)

@@ -41,9 +41,15 @@ class DecoderLayer(nn.Module):
     """One layer on this rank's tokens; ZeRO-3 gathers it as a whole.
 
     forward(hidden [S, D], the rotary tables (cos, sin) of its kind, plan) -> hidden [S, D]; `plan` is the batch's
-    attention plan. `set_memory` says what the layer's graph keeps, before the first forward. `record` is the
-    RouterRecord of a model with experts.
+    attention plan. `record` is the RouterRecord of a model with experts.
+
+    recompute: the level. mlp_tile: the rows of a feed-forward's tile. offloader: what moves the saved tensors to the
+    host, if anything does. The decoder's `set_memory` sets all three.
     """
+
+    recompute: str
+    mlp_tile: int
+    offloader: Offloader | None
 
     def __init__(
         self,
@@ -55,8 +61,7 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         family = config.family
-        self.kind, self.norm_names = kind, family.norms
-        self.multiplier = config.multipliers.residual_multiplier
+        self.kind, self.multiplier = kind, config.multipliers.residual_multiplier
         self.rule = NormRule(config.rms_norm_eps, family.centred_norms)
         linear: type[Linear] = Linear
         if quantize != "none":
@@ -76,12 +81,13 @@ class DecoderLayer(nn.Module):
             self.mlp = MoE(config, linear, record)
         else:
             self.mlp = MLP(config, linear)
-        for name in filter(None, family.norms):
-            self.register_module(name, RMSNorm(config.hidden_size, self.rule))
-
-    def set_memory(self, recompute: str, mlp_tile: int, offloader: Offloader | None) -> None:
-        """Set the level, the rows of a feed-forward's tile, and what offloads the saved tensors, if anything does."""
-        self.recompute, self.mlp_tile, self.offloader = recompute, mlp_tile, offloader
+        norms: list[Norm] = [
+            RMSNorm(config.hidden_size, self.rule) if name else NO_NORM for name in family.norms
+        ]
+        for name, norm in zip(family.norms, norms):
+            if name:
+                self.register_module(name, norm)
+        self.norms = LayerNorms(*norms)  # a tuple, so that the modules keep these names alone
 
     @property
     def trained_parameters(self) -> Tensors:
@@ -93,13 +99,6 @@ class DecoderLayer(nn.Module):
         """The part that mixes tokens, whose steps ulysses/memory/layer_node.py describes."""
         is_linear = self.kind.mixer == "linear_attention"
         return self.linear_attn if is_linear else self.self_attn  # type: ignore[return-value]
-
-    @property
-    def norms(self) -> LayerNorms:
-        """The norms, by their places."""
-        return LayerNorms(
-            *(getattr(self, name) if name else NO_NORM for name in self.norm_names)
-        )
 
     def forward(self, hidden: Tensor, rope: Rope, plan: AttentionPlan) -> Tensor:
         learns = torch.is_grad_enabled()

@@ -72,8 +72,8 @@ class RMSNorm(Uninitialised, nn.RMSNorm):
     def tensors(self) -> Tensors:
         return [self.weight]
 
-    def run(self, x: Tensor) -> tuple[Tensors, Saved]:
-        return [rms_norm(x, self.weight, self.rule)], [x]
+    def run(self, inputs: Tensors) -> tuple[Tensors, Saved]:
+        return [rms_norm(inputs[0], self.weight, self.rule)], inputs
 
     def run_back(self, saved: Saved, grads: Tensors, sums: GradientSums) -> Tensors:
         # cloned, because autograd may give the same gradient to another node, and this one writes into it

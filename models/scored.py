@@ -41,7 +41,8 @@ class ScoreHead(nn.Module):
     def tensors(self) -> Tensors:
         return [self.weight]
 
-    def run(self, hidden: Tensor) -> tuple[Tensors, Saved]:
+    def run(self, inputs: Tensors) -> tuple[Tensors, Saved]:
+        (hidden,) = inputs
         vector = at_least_float32(self.weight[0])
         values = vector.new_empty(len(hidden))
         for part in tiles(len(hidden), SCORE_ROWS):

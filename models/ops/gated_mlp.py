@@ -51,7 +51,8 @@ class Activation(NamedTuple):
     kind: str = "silu"
     tensors: Tensors = ()
 
-    def run(self, gate: Tensor, up: Tensor) -> tuple[Tensors, Saved]:
+    def run(self, inputs: Tensors) -> tuple[Tensors, Saved]:
+        gate, up = inputs
         if gate.stride() != up.stride():
             gate, up = gate.contiguous(), up.contiguous()
         return [activate(gate, up, self.kind)[0]], (gate, up)
@@ -93,7 +94,8 @@ class SecondHalf(NamedTuple):
     factor: float = 1.0
     tile: int = TILE_ROWS
 
-    def run(self, rows: Tensor) -> tuple[Tensors, Saved]:
+    def run(self, inputs: Tensors) -> tuple[Tensors, Saved]:
+        (rows,) = inputs
         out, saved = self._forward(rows, slice(len(rows)))
         return [out.add_(rows)], (rows, *saved)
 
@@ -106,7 +108,7 @@ class SecondHalf(NamedTuple):
         """Return the rows with what is added to them, in tiles and without a graph."""
         tile = tile_rows(len(rows), self.tile)
         if tile >= len(rows):
-            return self.run(rows)[0][0]
+            return self.run([rows])[0][0]
         out = torch.empty_like(rows)
         for part in tiles(len(rows), tile):
             torch.add(rows[part], self._forward(rows[part], part)[0], out=out[part])
@@ -173,13 +175,13 @@ class GatedMLP(NamedTuple):
         gate, up = self.gate_up.forward(x)
         del x
         (out,) = self.down.forward(activate(gate, up, self.activation)[0])
-        return out, (gate, up, *self.gate_up.saved, *self.down.saved)
+        return out, (gate, up)
 
     def backward(
         self, x: Tensor, grad: Tensor, part: slice, saved: list[Tensor], sums: GradientSums
     ) -> Tensor:
         if saved:
-            gate, up = saved[:2]
+            gate, up = saved
             saved.clear()
         else:
             gate, up = self.gate_up.forward(x)

@@ -10,7 +10,7 @@ What all operations have in common stands here too: Operation, of which `recorde
 Shapes: S local tokens, D width, N rows of a matrix, r an adapter's rank.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -120,8 +120,7 @@ class Operation(Protocol):
     def tensors(self) -> Sequence[Tensor | None]:
         """The weights that it may train, as modules list them; None for one that there is not."""
 
-    @property
-    def run(self) -> Callable[..., tuple[Tensors, Saved]]:
+    def run(self, inputs: Tensors) -> tuple[Tensors, Saved]:
         """Return the results of the inputs, and what `run_back` needs; without a graph."""
 
     def run_back(self, saved: Saved, grads: Tensors, sums: GradientSums) -> Tensors:
@@ -143,7 +142,7 @@ class _Node(torch.autograd.Function):
     def forward(
         ctx: Any, operation: Operation, count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        results, saved = operation.run(*tensors[:count])
+        results, saved = operation.run(tensors[:count])
         ctx.save_for_backward(*saved)
         ctx.operation = operation
         return tuple(results)
@@ -179,11 +178,6 @@ class Products:
         self.narrow: Any = None
         self.narrow_grads: Any = None  # scale * grad b of all adapters
 
-    @property
-    def saved(self) -> tuple[Tensor | None, Tensor | None]:
-        """What backward needs; nodes save it, so that it counts among what a graph holds."""
-        return self.narrow, self.mask
-
     def start(self, rows: Tensor) -> None:
         """Draw which inputs adapters drop of rows [S, D]; `forward` does so itself, and a backward without it must."""
         self.mask = self.narrow = None
@@ -196,11 +190,15 @@ class Products:
             None if m.bias is None else m.used_rows(m.bias) for m in self.matrices
         ]
         dense = self._dense(x.dtype)
-        if not self.adapters:
-            if len(dense) == len(biases):
-                return [F.linear(x, matrix, bias) for matrix, bias in zip(dense, biases)]
-            bias = None if biases[0] is None else torch.cat(biases)
-            return [*F.linear(x, dense[0], bias).split(self.widths, 1)]
+        if self.adapters:
+            return self._adapted(x, dense, biases)
+        if len(dense) == len(biases):
+            return [F.linear(x, matrix, bias) for matrix, bias in zip(dense, biases)]
+        bias = None if biases[0] is None else torch.cat(biases)
+        return [*F.linear(x, dense[0], bias).split(self.widths, 1)]
+
+    def _adapted(self, x: Tensor, dense: Tensors, biases: list[Any]) -> list[Tensor]:
+        """Return the results of matrices of which some have adapters."""
         self.start(x)
         self._multiply_by_a(x)
         out = x.new_empty(len(x), sum(self.widths))
@@ -258,9 +256,9 @@ class Products:
                 sums.add_product([m.adapter.b], part, narrow, m.row_index)
         sums.add_product([x.a for x in self.adapters], self.narrow_grads, self._dropped(x))
 
-    def run(self, x: Tensor) -> tuple[Tensors, Saved]:
-        results = self.forward(x)
-        return results, (x if self.tensors else None, *self.saved)
+    def run(self, inputs: Tensors) -> tuple[Tensors, Saved]:
+        (x,) = inputs
+        return self.forward(x), [x if self.tensors else None]
 
     def run_back(self, saved: Saved, grads: Tensors, sums: GradientSums) -> Tensors:
         grad = grads[0] if len(grads) == 1 else torch.cat([*grads], 1)
@@ -269,7 +267,7 @@ class Products:
             self.gradients(grad, saved[0], sums)
         return [to_x]
 
-    def _dense(self, dtype: torch.dtype) -> Sequence[Tensor]:
+    def _dense(self, dtype: torch.dtype) -> Tensors:
         """Return the matrices, as one if they are neighbours in memory; several quantised ones are made neighbours."""
         first, *others = self.matrices
         if not others or any(

@@ -179,17 +179,18 @@ class Projection(NamedTuple):
     def tensors(self) -> Sequence[Tensor | None]:
         return [self.norm, *self.norms, *self.matrices.tensors]
 
-    def run(self, hidden: Tensor) -> tuple[Tensors, Saved]:
+    def run(self, inputs: Tensors) -> tuple[Tensors, Saved]:
         """Return query [S, H, E] and key [S, K, E], both rotated, value [S, K, E], and hidden [S, D] itself.
 
         The last is for the residual: its gradient comes to this operation, which adds it in the norm's backward.
         """
+        (hidden,) = inputs
         results = self.matrices.forward(rms_norm(hidden, self.norm, self.rule))
         query, key, value = (x.unflatten(1, (-1, self.head_dim)) for x in results)
         # only the backward of norms reads query and key as they were before
         saved, out = ((query, key), None) if self.norms else ((), (query, key))
         rotated = rotate_pair(query, key, self.cos, self.sin, self.rule, *self.norms, out=out)
-        return [*rotated, value, hidden], (hidden, *saved, *self.matrices.saved)
+        return [*rotated, value, hidden], (hidden, *saved)
 
     def run_back(self, saved: Saved, grads: Tensors, sums: GradientSums) -> Tensors:
         (hidden, *saved), matrices = saved, self.matrices

@@ -112,7 +112,15 @@ class LayerNode(torch.autograd.Function):
         hidden, *results = saved.tensors()
         del saved
         mixer, exchange = layer.mixer, layer.mixer.attention.exchange(plan)
-        parameters = layer.trained_parameters
+        parameters, of_mix = layer.trained_parameters, mixer.attention_parameters
+        sums: dict[Tensor, Tensor] = {}
+
+        def add(tensors: Tensors, grads: Sequence[Tensor | None]) -> None:
+            """Add the gradients of one part of the layer; several parts may use a parameter."""
+            for tensor, of_tensor in zip(tensors, grads):
+                if of_tensor is not None:
+                    earlier = sums.get(tensor)
+                    sums[tensor] = of_tensor if earlier is None else earlier + of_tensor
 
         def recompute_shards() -> tuple[Tensors, Callable[..., Any]]:
             (*heads, _), project_backward = _recompute(
@@ -123,9 +131,7 @@ class LayerNode(torch.autograd.Function):
         mix_was_kept = bool(results)
         if not mix_was_kept:
             shards, project_backward = recompute_shards()
-            results = [
-                *mixer.attention.attend_forward(shards, plan, *mixer.attention_parameters)
-            ]
+            results = [*mixer.attention.attend_forward(shards, plan, *of_mix)]
         inputs = [hidden, exchange.to_tokens(results[0])]
         (middle,), output_backward = _recompute(
             layer.output, parameters, random_states[1], inputs
@@ -133,31 +139,24 @@ class LayerNode(torch.autograd.Function):
         del inputs
         with replay(random_states[2]):
             second_half = layer.second_half
-            grad, of_feed_forward = second_half.gradients(middle, grad)
-            of_second_half = [*zip(second_half.tensors, of_feed_forward)]
+            grad, of_parameters = second_half.gradients(middle, grad)
+        add(second_half.tensors, of_parameters)
         del middle, second_half  # which holds the masks of dropout
-        (grad_hidden, grad_mixed), of_output = output_backward(grad)
+        (grad_hidden, grad_mixed), of_parameters = output_backward(grad)
+        add(parameters, of_parameters)
         del grad
         grad_out = exchange.to_tokens_backward(grad_mixed)
         del grad_mixed
         if mix_was_kept:
             shards, project_backward = recompute_shards()
-        grads, of_attention = mixer.attention.attend_backward(
-            grad_out, shards, results, plan, *mixer.attention_parameters
+        grads, of_parameters = mixer.attention.attend_backward(
+            grad_out, shards, results, plan, *of_mix
         )
+        add([p for p in of_mix if p.requires_grad], of_parameters)
         del shards, grad_out, results
         grads = exchange.to_heads_backward(grads)
-        (grad_hidden,), of_project = project_backward(*grads, grad_hidden)
-        sums: dict[Tensor, Tensor] = {}
-        for parameter, of_parameter in (
-            *of_second_half,
-            *zip(parameters, of_output),
-            *zip((p for p in mixer.attention_parameters if p.requires_grad), of_attention),
-            *zip(parameters, of_project),
-        ):
-            if of_parameter is not None:
-                total = sums.get(parameter)
-                sums[parameter] = of_parameter if total is None else total + of_parameter
+        (grad_hidden,), of_parameters = project_backward(*grads, grad_hidden)
+        add(parameters, of_parameters)
         return None, None, None, grad_hidden, *(sums[p] for p in parameters)
 
 
