@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from ulysses import environment
 from ulysses.parallel.mesh import gather
-from ulysses.zero.reduce import GradientReduction
+from ulysses.zero.reduce import GradientReduction, SliceGradients
 from ulysses.zero.update import ParameterSlice
 
 
@@ -38,21 +38,14 @@ class AveragedReduction(GradientReduction):
     may_keep = False  # means in float32 take no less memory than the sums
 
     def __init__(
-        self,
-        *args: Any,
-        bucket: int,
-        between: torch.dtype = torch.float32,
-        **options: Any,
+        self, *args: Any, bucket: int, between: torch.dtype, gradients_reused: bool
     ) -> None:
-        super().__init__(*args, bucket=bucket, **options)
+        super().__init__(*args, bucket=bucket, gradients_reused=gradients_reused)
         self._between, self._bucket = between, bucket
-        self._world = dist.get_world_size()
-        self._make_groups(ranks_of_a_node())
-        self._collected: list[tuple[ParameterSlice, Tensor]] = []
-
-    def _make_groups(self, node_size: int) -> None:
-        """Make communicators for reductions: in a common one, reductions and gathers would wait for each other."""
+        self._world, node_size = dist.get_world_size(), ranks_of_a_node()
+        self._collected: SliceGradients = []
         self._nodes = self._world // node_size
+        # communicators of their own: in a common one, reductions and gathers would wait for each other
         self._inside = self._across = self._all = dist.new_group()
         if self._nodes > 1:  # every rank makes every group, in the same order
             nodes = torch.arange(self._world).view(-1, node_size)
@@ -63,20 +56,19 @@ class AveragedReduction(GradientReduction):
         super().forget()
         self._collected.clear()
 
-    def _receive(self, grads: list[tuple[ParameterSlice, Tensor]], last: bool) -> None:
-        """Reduce large gradients at once, small ones when there are enough."""
-        with self._on_stream(grads):
-            for s, grad in grads:
-                if len(grad) < self._bucket:
-                    self._collected.append((s, grad))
-                else:
-                    self._reduce(s, grad)
-            elements = sum(len(grad) for _, grad in self._collected)
-            if self._collected and (last or elements >= self._bucket):
-                self._reduce_collected()
+    def _receive(self, grads: SliceGradients, last: bool) -> None:
+        """Reduce large gradients at once, small ones when there are enough, and store this rank's slices."""
+        for s, grad in grads:
+            if len(grad) < self._bucket:
+                self._collected.append((s, grad))
+            else:
+                super()._receive([(s, self._mean(s, grad))], last)
+        elements = sum(len(grad) for _, grad in self._collected)
+        if self._collected and (last or elements >= self._bucket):
+            super()._receive(self._means_of_collected(), last)
 
-    def _reduce(self, s: ParameterSlice, flat: Tensor) -> None:
-        """Average a whole gradient over all ranks in float32, and store this rank's slice."""
+    def _mean(self, s: ParameterSlice, flat: Tensor) -> Tensor:
+        """Average a whole gradient over all ranks in float32, and return this rank's slice."""
         W, size, length = self._world, s.size, s.length
         if self._nodes > 1:
             padded = F.pad(flat, (0, W * size - s.numel))
@@ -86,21 +78,20 @@ class AveragedReduction(GradientReduction):
             sums = copies.sum(0, dtype=torch.float32).to(self._between)
             total = sums.new_empty(size)
             dist.reduce_scatter_tensor(total, sums.view(-1), group=self._across)
-            self._store([(s, total[:length].float() * (1 / W))])
-            return
+            return total[:length].float() * (1 / W)
         sizes = [max(0, min(size, s.numel - r * size)) for r in range(W)]
         copies = flat.new_empty(W, length)
         dist.all_to_all_single(copies.view(-1), flat, [length] * W, sizes, group=self._inside)
-        self._store([(s, copies.mean(0, dtype=torch.float32))])
+        return copies.mean(0, dtype=torch.float32)
 
-    def _reduce_collected(self) -> None:
-        """Average the collected small gradients, whole, in one float32 all-reduce."""
+    def _means_of_collected(self) -> SliceGradients:
+        """Average the collected small gradients, whole, in one float32 all-reduce, and return this rank's slices."""
         slices, grads = zip(*self._collected)
         self._collected = []
         flat = torch.cat(grads).float().mul_(1 / self._world)
         dist.all_reduce(flat, group=self._all)
         wholes = zip(slices, flat.split([len(grad) for grad in grads]))
-        self._store([(s, whole.narrow(0, s.start, s.length)) for s, whole in wholes])
+        return [(s, whole.narrow(0, s.start, s.length)) for s, whole in wholes]
 
 
 def ranks_of_a_node() -> int:

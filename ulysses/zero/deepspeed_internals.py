@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ulysses.environment import without_compiler
-from ulysses.zero.partition import Shard
-from ulysses.zero.update import is_pinned
+from ulysses.zero.update import Shard, is_pinned
 
 AHEAD = 2  # layers that the host may run ahead of the GPU
 

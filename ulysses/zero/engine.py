@@ -10,6 +10,7 @@ or kept (resident.py). DeepSpeed knows nothing of sequence parallelism, and the 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -19,13 +20,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ulysses.gradients.gradients import Gradients
+from ulysses.zero import gpu_kernels
 from ulysses.zero.across_ranks import AveragedReduction
 from ulysses.zero.construct import streaming_memory
-from ulysses.zero.partition import parameter_slices, sub_groups
 from ulysses.zero.reduce import GradientReduction
 from ulysses.zero.resident import ResidentWeights
 from ulysses.zero.settings import ZeroSettings
-from ulysses.zero.update import ParameterGroup
+from ulysses.zero.update import ParameterGroup, SubGroup
 
 
 class ZeroEngine:
@@ -100,13 +101,18 @@ class TrainedEngine(ZeroEngine):
         super().__init__(model, settings, () if graphs else unit_kinds)
         device = torch.device("cpu") if offload_optimizer else self.device
         self.sub_groups = [*sub_groups(groups, settings.sub_group_size, device)]
-        self.slices = [s for one in self.sub_groups for s in parameter_slices(model, one)]
-        options: Any = {"gradients_reused": graphs, "bucket": settings.reduce_bucket_size}
-        reduction = GradientReduction
+        names = {p: name for name, p in model.named_parameters()}
+        self.slices = [s for one in self.sub_groups for s in one.slices(names)]
+        reduction: Callable[..., GradientReduction] = GradientReduction
         if dist.get_world_size() > 1:
-            reduction = AveragedReduction
-            options["between"] = reduce_between
-        self.reduction = reduction(self.slices, self.units, self.device, **options)
+            reduction = partial(AveragedReduction, between=reduce_between)
+        self.reduction = reduction(
+            self.slices,
+            self.units,
+            self.device,
+            gradients_reused=graphs,
+            bucket=settings.reduce_bucket_size,
+        )
 
     def backward(self, loss: Tensor, *, only_microbatch: bool = False) -> None:
         """Back-propagate an already scaled loss.
@@ -164,6 +170,38 @@ class TrainedEngine(ZeroEngine):
         self.reduction.close()
         super().destroy()
         free([[one.master, one.moments] for one in self.sub_groups])
+
+
+def sub_groups(
+    groups: Sequence[ParameterGroup], size: int, device: torch.device
+) -> Iterator[SubGroup]:
+    """Yield sub-groups of about `size` elements on this rank, in the order of the groups.
+
+    Args:
+        device: of master weights, sums of gradients and state; pinned memory if it is the host of a GPU.
+    """
+    for group in groups:
+        parameters: list[nn.Parameter] = []
+        weights: list[Tensor] = []
+        for p in group.parameters:
+            parameters.append(p)
+            weights.append(p.shard.local)
+            if sum(map(len, weights)) < size and p is not group.parameters[-1]:
+                continue
+            master = torch.cat(weights).to(device, torch.float32)
+            pinned = device.type == "cpu" and torch.cuda.is_available()
+            if pinned:
+                master = master.pin_memory()
+            sub_group_class = SubGroup
+            if group.eight_bit:
+                from ulysses.zero.eight_bit import EightBitSubGroup
+
+                sub_group_class = EightBitSubGroup
+            elif gpu_kernels.triton and master.is_cuda and weights[0].is_cuda:
+                sub_group_class = gpu_kernels.OnePassSubGroup
+            lengths = [p.shard.length for p in parameters]
+            yield sub_group_class(group, parameters, weights, lengths, master)
+            parameters, weights = [], []
 
 
 class StepGradients(Gradients):

@@ -24,11 +24,10 @@ try:
 except ImportError:  # CPU builds of torch come without it
     triton = None
 
-AVAILABLE = triton is not None
 _BLOCK = 2048
 _ALIGNED = 16  # elements; a greater common alignment of addresses and lengths is of no use
 
-if AVAILABLE:
+if triton is not None:
 
     @triton.jit
     def _adamw_kernel(

@@ -8,7 +8,7 @@ several processes         gradients are first averaged over the processes, in fl
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from ulysses.zero.update import ParameterSlice
 
 # The gradients of so many units may wait for their reduction, and take memory, before the host waits too.
 IN_FLIGHT = 4
+SliceGradients = list[tuple[ParameterSlice, Tensor]]
 
 
 class GradientReduction:
@@ -48,8 +49,9 @@ class GradientReduction:
     ) -> None:
         self._slices, self._gradients_reused = list(slices), gradients_reused
         self._on_host = self._slices[0].sub_group.master.device.type != device.type
+        self._has_work = self._on_host or not self.may_keep  # which runs on a stream of its own
         self._uses_sums = False
-        if self._on_host or not self.may_keep:
+        if self._has_work:
             self._make_sums()
         # At high priority a reduction starts at the next kernel boundary, not behind all queued matrix products.
         self._backend = torch.get_device_module(device)
@@ -126,18 +128,11 @@ class GradientReduction:
             grad, s.parameter.grad = s.parameter.grad, None
             if grad is not None:
                 taken.append((s, grad.reshape(-1)))
-        self._receive(taken, last)
-
-    def _receive(self, grads: list[tuple[ParameterSlice, Tensor]], last: bool) -> None:
-        """Store whole gradients."""
-        if self._on_host:
-            with self._on_stream(grads):
-                self._store(grads)
-        else:
-            self._store(grads)
+        with self._own_stream(taken) if self._has_work else nullcontext():
+            self._receive(taken, last)
 
     @contextmanager
-    def _on_stream(self, grads: list[tuple[ParameterSlice, Tensor]]) -> Iterator[None]:
+    def _own_stream(self, grads: SliceGradients) -> Iterator[None]:
         """Work with gradients on the stream of the reductions, after everything queued on the current one so far."""
         if len(self._events) >= IN_FLIGHT:
             self._events.popleft().synchronize()
@@ -150,7 +145,7 @@ class GradientReduction:
             self._events.append(self._backend.Event())
             self._events[-1].record()
 
-    def _store(self, means: list[tuple[ParameterSlice, Tensor]]) -> None:
+    def _receive(self, means: SliceGradients, last: bool) -> None:
         """Keep this rank's means, or write them to their sums, or add them to what earlier micro-batches wrote."""
         if not self._uses_sums:
             for s, mean in means:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ulysses.environment import NODE
 from ulysses.parallel.mesh import gather
-from ulysses.zero.partition import Shard
+from ulysses.zero.update import Shard
 
 ALIGNMENT = 64  # parameters start at multiples of so many elements: kernels read them faster
 HASHED = 1 << 18  # numbers of eight bytes that bits_hash takes at a time
@@ -30,25 +30,29 @@ FACTOR = 0x5DEECE66D  # odd
 def build_whole(create: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
     """Create a model whose parameters are whole and uninitialised.
 
-    All have `dtype` but for bytes and Float32Parameters of models/modules.py.
+    All have `dtype` but for bytes and Float32Parameters of models/modules.py. Parameters of one dtype and one last name
+    in the modules of one parent, such as the weights of an attention's projections, lie one after the other.
     """
     with torch.device("meta"):  # which has no memory
         model = create()
-    siblings: dict[Any, list[Any]] = defaultdict(list)
+    neighbours: dict[Any, list[Any]] = defaultdict(list)
     for name, p in model.named_parameters():
         module, _, last = name.rpartition(".")
         parent = module.rpartition(".")[0]
-        wanted = torch.float32 if hasattr(p, "in_float32") else dtype
-        siblings[parent, last, wanted if p.is_floating_point() else p.dtype].append(p)
+        own_dtype = dtype if p.is_floating_point() else p.dtype
+        if hasattr(p, "in_float32"):
+            own_dtype = torch.float32
+        neighbours[parent, last, own_dtype].append(p)
     device, world = "cuda" if torch.cuda.is_available() else "cpu", dist.get_world_size()
-    for (*_, sibling_dtype), parameters in siblings.items():
+    for (_, _, own_dtype), parameters in neighbours.items():
         # matrices first, so that nothing lies between those that one product can take together
         parameters.sort(key=lambda p: -p.dim())
+        # elements of all ranks' equal slices, and up to where the next parameter may start
         sizes = [-(-p.numel() // world) * world for p in parameters]
-        room = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
-        flat = torch.empty(sum(room), dtype=sibling_dtype, device=device)
-        for p, size, rest in zip(parameters, sizes, flat.split(room)):
-            whole = rest[:size]
+        rooms = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+        memory = torch.empty(sum(rooms), dtype=own_dtype, device=device)
+        for p, size, room in zip(parameters, sizes, memory.split(rooms)):
+            whole = room[:size]
             # `data` has a version counter of its own, so that autograd sees no change of a parameter in its neighbours'
             allocated: Any = type(p)(whole[: p.numel()].view(p.shape).data, p.requires_grad)
             allocated.shard = Shard(whole.chunk(world)[dist.get_rank()], p.shape, whole)

@@ -6,14 +6,37 @@
 The update is AdamW's (Loshchilov & Hutter 2019): torch's, or that of gpu_kernels.py on a GPU, or eight_bit.py's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
+
+
+class Shard(NamedTuple):
+    """What this rank has of a parameter, whose attribute `shard` it is from the model's construction on.
+
+    local: its flat slice, padding included; writing to it changes the weights. shape: of the whole parameter. whole:
+    the flat whole with its padding, of which `local` is a part, if the whole stays on every rank; else None.
+    """
+
+    local: Tensor
+    shape: torch.Size
+    whole: Tensor | None = None
+
+    @property
+    def start(self) -> int:
+        """Where the slice begins in the flattened parameter."""
+        return min(dist.get_rank() * len(self.local), self.shape.numel())
+
+    @property
+    def length(self) -> int:
+        """The slice's elements without padding."""
+        return min(len(self.local), self.shape.numel() - self.start)
 
 
 @dataclass(frozen=True)
@@ -60,6 +83,21 @@ class SubGroup:
         self.moments: dict[Any, Any] = {"step": torch.zeros(())}  # on the host
         for name in ("exp_avg", "exp_avg_sq"):
             self.moments[name] = torch.zeros_like(self.master)
+
+    def slices(self, names: Mapping[nn.Parameter, str]) -> Iterator["ParameterSlice"]:
+        """Yield this rank's parts of the parameters, which have these names, in their order."""
+        offsets = accumulate(map(len, self.weights), initial=0)
+        for p, offset in zip(self.parameters, offsets):
+            yield ParameterSlice(
+                name=names[p],
+                shape=p.shard.shape,
+                start=p.shard.start,
+                length=p.shard.length,
+                size=len(p.shard.local),
+                offset=offset,
+                parameter=p,
+                sub_group=self,
+            )
 
     def gradient_sums(self) -> Tensor:
         """Return the float32 memory [N] in which the gradients of several micro-batches are added; made when needed."""
