@@ -65,19 +65,23 @@ class LayerCost(NamedTuple):
         """Return the bytes that the layer keeps of a row at a level, its input among them."""
         if level == "none":
             return self.kept
-        return size * self.width + self.results * (level == "keep_attention")
+        return size * self.width + (self.results if level == "keep_attention" else 0)
 
     def computed_again(self, level: str, is_full: bool) -> tuple[float, int]:
         """Return what backward repeats at a level: active parameters of one more product, and passes of the mix."""
         if level == "none":
             return 0.0, 0
-        # the feed-forward's last product, a third of it, is repeated for adapters only
-        return self.active - is_full * (self.active - self.mixer) / 3, int(level == "block")
+        again = self.active
+        if (
+            is_full
+        ):  # the feed-forward's last product, a third of it, is repeated for adapters only
+            again -= (self.active - self.mixer) / 3
+        return again, int(level == "block")
 
     def backward_bytes(self, level: str, rows: int, size: int, model: "PlannedModel") -> float:
         """Return the bytes that a level's backward holds, the layer's own gradients among them."""
-        D, tile, is_again = self.width, rows, level != "none"
-        if is_again:
+        D, tile = self.width, rows
+        if level != "none":
             tile = tile_rows(rows, TILE_ROWS * (EXPERT_TILES if self.copied else 1))
         # gate and up with their gradients
         both = 2 * self.inner * tile
@@ -85,16 +89,22 @@ class LayerCost(NamedTuple):
         # of experts, gate and up may be computed again, and rows are copied, with gradients of the copies; their
         # matrices are unpacked, or copied beside their adapters
         if self.copied:
-            is_unpacked = model.quantize != "none" or model.idle_adapters > 0
-            unpacked = 2 / 3 * self.feed_forward * is_unpacked
-            feed_forward = both + max(both + both * is_again, unpacked) + 2 * self.copied * tile
+            fullest = both if level == "none" else 2 * both
+            if model.quantize != "none" or model.idle_adapters:
+                fullest = max(fullest, 2 / 3 * self.feed_forward)
+            feed_forward = both + fullest + 2 * self.copied * tile
         # gradients of the residual and of the mix, and the output
-        mixing = 2 * D + self.mix_work + self.out * (level == "block")
+        mixing = 2 * D + self.mix_work
+        if level == "block":
+            mixing += self.out
         held = size * max(4 * D * rows + feed_forward, mixing * rows)
-        if not model.is_full:
-            return held
-        # the gradients and, where the feed-forward runs in tiles, their float32 sums
-        return held + size * self.parameters + 4 * self.feed_forward * (tile < rows)
+        if (
+            model.is_full
+        ):  # the gradients and, where the feed-forward runs in tiles, their float32 sums
+            held += size * self.parameters
+            if tile < rows:
+                held += 4 * self.feed_forward
+        return held
 
 
 def total(costs: Iterable[LayerCost]) -> LayerCost:

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
-from itertools import accumulate, chain, pairwise, product
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
@@ -204,15 +204,20 @@ def candidates(question: Question) -> Iterator[Plan]:
     places = {"resident": [True], "sharded": [False]}.get(q.weights, [True, False])
     if q.offload_parameters or q.machine.gpus == 1:
         places = [not q.offload_parameters]
-    for resident, (faster, level) in product(places, pairwise(("", *q.levels))):
-        plan, most = Plan(q, (level,) * count, resident=resident), 0
-        if q.offload != "none" and level != "none":
-            room = q.machine.host_budget - predict(plan).host
-            most = sum(x <= room for x in accumulate(plan.kept))
-        for n in range(1, count) if faster else ():
-            yield plan._replace(levels=(level,) * n + (faster,) * (count - n))
-        for away in range(most + 1):
-            yield plan._replace(offloaded_layers=away)
+    for resident in places:
+        faster = None
+        for level in q.levels:
+            plan = Plan(q, (level,) * count, resident=resident)
+            if faster:
+                for n in range(1, count):
+                    yield plan._replace(levels=(level,) * n + (faster,) * (count - n))
+            yield plan
+            if q.offload != "none" and level != "none":
+                room = q.machine.host_budget - predict(plan).host
+                most = sum(x <= room for x in accumulate(plan.kept))
+                for away in range(1, most + 1):
+                    yield plan._replace(offloaded_layers=away)
+            faster = level
 
 
 def choose(question: Question) -> Plan:

@@ -229,8 +229,9 @@ def states(plan: Plan) -> tuple[float, float]:
     """Return a rank's bytes of weights, and of master weights, moments and gradients, on the GPU or the host."""
     q, model, W = plan.question, plan.question.model, plan.question.machine.gpus
     weights = sum(m.weight_bytes(q.element_size) for m in (model, *q.others))
-    each = 8 - 4 * plan.keeps_gradients + q.moment_bytes
-    return weights / (1 if plan.resident else W), each * model.trained / W
+    # the master weights, and the sums of gradients unless these stay as they are
+    each = (4 if plan.keeps_gradients else 8) + q.moment_bytes
+    return weights if plan.resident else weights / W, each * model.trained / W
 
 
 def predict(plan: Plan) -> Prediction:
@@ -238,7 +239,9 @@ def predict(plan: Plan) -> Prediction:
     q, model, W = plan.question, plan.question.model, plan.question.machine.gpus
     away, of_layers = plan.offloaded_layers, plan.kept
     weights, trained = states(plan)
-    on_gpu = weights * (not q.offload_parameters) + trained * (not q.offload_optimizer)
+    on_gpu = 0.0 if q.offload_parameters else weights
+    if not q.offload_optimizer:
+        on_gpu += trained
     # of the layers whose activations are moved, one is in use and one is being copied
     kept = sum(of_layers[max(0, away - 2) :])
     loss, layer = _working_bytes(plan, model, plan.levels)
@@ -248,16 +251,16 @@ def predict(plan: Plan) -> Prediction:
         working = loss + layer + q.element_size * total(model.layers).parameters
     # gradients take the place of activations; the vocabulary's gradient comes first
     if plan.keeps_gradients:
-        kept = max(kept + vocabulary * model.is_full, q.element_size * model.trained)
+        first = vocabulary if model.is_full else 0
+        kept = max(kept + first, q.element_size * model.trained)
     frozen = (m._replace(trained=0) for m in q.others)
     passes = [max(_working_bytes(plan, m, repeat("block"))) for m in frozen]
     decoders = [(model, q.rollout), *((m, q.samples) for m in (model, *q.others) if m.has_head)]
     passes += [_sampling_bytes(plan, m, rollout) for m, rollout in decoders if rollout]
     beside = max([0.0, *(taken - kept - working for taken in passes)])
-    # each of gloo's two threads copies the tensor that it gathers
-    buffers = COMMUNICATOR_BYTES if q.machine.is_gpu else 2 * vocabulary
-    allocated = on_gpu + kept + working + beside
-    gpu = allocated * SLACK + CONTEXT_BYTES + buffers * (W > 1)
+    gpu = (on_gpu + kept + working + beside) * SLACK + CONTEXT_BYTES
+    if W > 1:  # each of gloo's two threads copies the tensor that it gathers
+        gpu += COMMUNICATOR_BYTES if q.machine.is_gpu else 2 * vocabulary
     moved = weights + trained - on_gpu + sum(of_layers[:away])
     # a checkpoint passes through host memory, one kind of state at a time
     host = moved + 4 * model.trained / W + PROCESS_BYTES
@@ -278,9 +281,7 @@ def _working_bytes(
     q, W, V = plan.question, plan.question.machine.gpus, model.shape.vocab_size
     S, size, layers, tiles = q.rows, q.element_size, q.layers(model), 1
     vocabulary = model.vocabulary_parameters
-    rows, trained = size * model.shape.hidden_size * S, vocabulary * model.is_full
-    # of sharded weights two layers are gathered at a time, and the vocabulary for its loss
-    gathered = 2 * model.matrix_bytes(model.largest_layer, size)
+    rows, trained = size * model.shape.hidden_size * S, vocabulary if model.is_full else 0
     loss = 3 * rows
     if q.teacher and model is q.model:  # the teacher's rows and its vocabulary lie beside
         tiles, vocabulary = LOSS_TILES, vocabulary + q.teacher.vocabulary_parameters
@@ -289,26 +290,34 @@ def _working_bytes(
         # float32 tiles of logits and one in the weights' dtype; or float32 sums of the gradient, its cast, the buffer
         # it travels in and the float32 sum over the ranks
         tile = equal_tiles(S, 4 * V * tiles, CUDA_TILE_BYTES) * V * (4 * tiles + size)
-        loss += 4 * trained + max(tile, (2 * size + 4 / W) * trained * (W > 1))
+        travelling = (2 * size + 4 / W) * trained if W > 1 else 0
+        loss += 4 * trained + max(tile, travelling)
     else:  # the embedding's gradient, whole, and its reduction
         loss += 2 * size * trained
     layer = max(x.backward_bytes(y, S, size, model) for y, x in {*zip(levels, layers)})
     # as measured, the vocabulary's gradient is still on its way to other ranks or the host, and one more output lives
-    if W > 1 or q.offload_optimizer:
-        layer += size * trained + rows * model.is_full
-    shared = not plan.resident
-    return loss + (gathered + size * vocabulary) * shared, layer + gathered * shared
+    if model.is_full and (W > 1 or q.offload_optimizer):
+        layer += size * trained + rows
+    if not plan.resident:  # two layers are gathered at a time, and the vocabulary for its loss
+        gathered = 2 * model.matrix_bytes(model.largest_layer, size)
+        loss += gathered + size * vocabulary
+        layer += gathered
+    return loss, layer
 
 
 def _sampling_bytes(plan: Plan, model: PlannedModel, rollout: PlannedRollout) -> float:
     """Return the bytes of a gathered model and of its sampler's cache and work; 0 if servers answer."""
+    if not rollout.batch:
+        return 0.0
     from ulysses.rl.sampler import sampling_bytes
 
-    size = plan.question.element_size
-    weights = size * model.parameters * (rollout.merged and model is plan.question.model)
-    weights += model.weight_bytes(size) * (not plan.resident)
+    size, weights = plan.question.element_size, 0.0
+    if rollout.merged and model is plan.question.model:
+        weights += size * model.parameters
+    if not plan.resident:
+        weights += model.weight_bytes(size)
     fixed, each = sampling_bytes(model.shape, rollout.prompt_tokens + rollout.new_tokens, size)
-    return (weights + fixed + each * min(rollout.answers, rollout.batch)) * bool(rollout.batch)
+    return weights + fixed + each * min(rollout.answers, rollout.batch)
 
 
 # ---------------------------------------------------------------- seconds
@@ -333,8 +342,10 @@ def step_flops(plan: Plan) -> tuple[float, float]:
         passes = 1 + q.forwards + again + 2.5
         mixed += passes * (layer.pair_flops * pairs + layer.row_flops * tokens)
     # most losses compute the logits once more; only nll does not, so half a product more is counted
-    products += (directions + 0.5) * model.vocabulary_parameters * model.has_head
-    products += 3 * (model.trained - model.idle_adapters) * (not model.is_full)
+    if model.has_head:
+        products += (directions + 0.5) * model.vocabulary_parameters
+    if not model.is_full:
+        products += 3 * (model.trained - model.idle_adapters)
     return 2 * tokens / q.sp * products, mixed / q.sp
 
 
@@ -355,31 +366,38 @@ def step_seconds(plan: Plan) -> float:
     computation += 3 * size * rows * layers.sent / machine.link(q.sp)
     # bytes per row of elementwise kernels, of logits, and of experts' adapters
     moved = ELEMENTWISE * (layers.width + layers.copied + layers.inner) * (1 + q.forwards / 3)
-    logits = q.logit_bytes + LOGIT_BYTES * q.forwards
-    moved += logits * model.shape.vocab_size * model.has_head
+    if model.has_head:
+        moved += (q.logit_bytes + LOGIT_BYTES * q.forwards) * model.shape.vocab_size
     if model.idle_adapters:
         moved += ADAPTED_EXPERTS * (2 * layers.copied + 3 * layers.inner)
-        computation += GATHERED_EXPERTS * L * (not plan.resident)
+        if not plan.resident:
+            computation += GATHERED_EXPERTS * L
     computation += rows * moved / rate
     # weights are gathered twice, and gradients reduced
     gathers = 1 / q.micro_batches if plan.resident else 2 + q.forwards
     traffic = gathers * model.weight_bytes(size) + size * model.trained
     traffic *= (W - 1) / W / machine.link(W)
-    copied = 4 * model.trained / W * q.offload_optimizer
-    copied += 2 * model.weight_bytes(size) / W * q.offload_parameters
+    copied = 4 * model.trained / W if q.offload_optimizer else 0.0
+    if q.offload_parameters:
+        copied += 2 * model.weight_bytes(size) / W
     copied += 2 * sum(plan.kept[: plan.offloaded_layers])
-    # shared prompts are launched by themselves; the launches of passes without gradient are in no graph
+    # passes without gradient are in no graph, and shared prompts are launched by themselves
     launch = LAUNCH_RESIDENT if plan.resident else LAUNCH
-    later = launch * L * q.forwards / 3
-    launches = (launch + LAUNCH_RESIDENT * q.shares) * L * (not plan.graphs) + later
+    launches = launch * L * q.forwards / 3
+    computed = computation + CONTENTION * traffic
+    if plan.graphs:
+        computed += launches
+    else:
+        launches += (launch + (LAUNCH_RESIDENT if q.shares else 0)) * L
     micro_batch = STEP_SECONDS + max(
-        computation + CONTENTION * traffic + later * plan.graphs,
-        traffic + CONTENTION * computation,
-        copied / HOST_LINK,
-        launches,
+        computed, traffic + CONTENTION * computation, copied / HOST_LINK, launches
     )
-    micro_batch += ADDITION_BYTES * model.trained / rate * (not plan.keeps_gradients)
-    update = (UPDATE_BYTES - 4 * plan.keeps_gradients) * model.trained / W
+    update_bytes = UPDATE_BYTES
+    if plan.keeps_gradients:
+        update_bytes -= 4
+    else:
+        micro_batch += ADDITION_BYTES * model.trained / rate
+    update = update_bytes * model.trained / W
     update /= HOST_LINK if q.offload_optimizer else rate
     if q.rollout:
         update += ANSWER_SECONDS * q.rollout.answers / q.rollout.steps
