@@ -19,11 +19,11 @@ def model_class(*, reward: bool = False, value: bool = False) -> type[HeadedDeco
 
 
 def empty_model(
-    config: ModelConfig, *, reward: bool = False, quantize: str = "none"
+    config: ModelConfig, *, reward: bool = False, value: bool = False, quantize: str = "none"
 ) -> HeadedDecoder:
     """Build a model on torch's meta device, which has no memory."""
     with torch.device("meta"):
-        return model_class(reward=reward)(config, quantize=quantize)
+        return model_class(reward=reward, value=value)(config, quantize=quantize)
 
 
 @functools.cache

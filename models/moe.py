@@ -17,7 +17,7 @@ from models.arch import ModelConfig
 from models.modules import MLP, Linear
 from models.ops.experts import ExpertStacks, SparseMLP, Stack, is_grouped
 from models.ops.linear import Adapter
-from ulysses.memory.tiling import EXPERT_TILES
+from ulysses.memory.levels import EXPERT_TILES
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.ranges import count_rows
 

@@ -17,7 +17,7 @@ from losses.precision import at_least_float32
 from models.arch import ModelConfig
 from models.decoder import CausalLM, HeadedDecoder, placed
 from models.ops.linear import GradientSums, Saved, recorded
-from ulysses.memory.tiling import tiles
+from ulysses.memory.levels import tiles
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.layout import Tensors
 

@@ -14,7 +14,7 @@ from models.initial_weights import InitialWeights
 from models.layers import DecoderLayer
 from tests.harness import AS_LARGE, device
 from ulysses.gradients.gradients import Gradients, GradientSlice
-from ulysses.run.optim import parameter_groups
+from ulysses.run.build import parameter_groups
 from ulysses.zero.construct import build_partitioned
 from ulysses.zero.engine import TrainedEngine, ZeroEngine
 from ulysses.zero.settings import derive

@@ -19,7 +19,7 @@ from models.ops.norm import (
     rms_norm_backward,
     triton_kernels,
 )
-from ulysses.memory.tiling import TILE_ROWS, tile_rows, tiles
+from ulysses.memory.levels import TILE_ROWS, tile_rows, tiles
 from ulysses.parallel.layout import Tensors
 
 # transformers' names

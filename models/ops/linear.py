@@ -158,7 +158,10 @@ class _Node(torch.autograd.Function):
 class Products:
     """The products of the same rows with several matrices, forward once and back; the results lie side by side.
 
-    Forward leaves here what backward needs, so that the next tile may begin when backward is done.
+    Adapters leave here what backward needs of forward, and `gradients` of `back`. So one tile goes through all three
+    before another one begins:
+
+        forward, or start if the results are not needed -> back -> gradients
 
     tensors: the trained ones among weights, biases and the adapters' a and b.
     narrow: scale * x a^T of all adapters, [S, r] of each, side by side.
@@ -179,7 +182,7 @@ class Products:
         self.narrow_grads: Any = None  # scale * grad b of all adapters
 
     def start(self, rows: Tensor) -> None:
-        """Draw which inputs adapters drop of rows [S, D]; `forward` does so itself, and a backward without it must."""
+        """Begin a tile: draw which inputs adapters drop of rows [S, D]; `forward` does so itself."""
         self.mask = self.narrow = None
         if any(x.dropout for x in self.adapters):
             self.mask = F.dropout(torch.ones_like(rows), self.adapters[0].dropout)
@@ -236,7 +239,7 @@ class Products:
         return total  # type: ignore[no-any-return]
 
     def gradients(self, grad: Tensor, x: Tensor, sums: GradientSums) -> None:
-        """Add the gradients of the trained tensors to `sums`; `back` is called before."""
+        """Add the gradients of the trained tensors to `sums`."""
         uses_all_rows = all(m.row_index is None for m in self.matrices)
         grads = grad.split(self.widths, 1)
         if uses_all_rows:

@@ -15,8 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from models.layers import DecoderLayer
 from tests import engine_case
 from tests.harness import run_distributed
-from ulysses.memory.levels import LEVELS, LayerMemory
-from ulysses.memory.tiling import TILE_ROWS
+from ulysses.memory.levels import LEVELS, TILE_ROWS, LayerMemory
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 

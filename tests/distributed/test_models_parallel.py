@@ -11,8 +11,7 @@ from tests.engine_case import HYBRID, SHAPE, Case, build_trainer, sequences, zer
 from tests.harness import device, run_distributed
 from tests.memory_case import assert_same_gradients
 from tests.zero_case import filled, whole, whole_gradients
-from ulysses.memory.levels import LEVELS, LayerMemory
-from ulysses.memory.tiling import TILE_ROWS
+from ulysses.memory.levels import LEVELS, TILE_ROWS, LayerMemory
 from ulysses.parallel.batch import pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.zero.engine import full_parameters

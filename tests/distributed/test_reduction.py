@@ -18,7 +18,7 @@ from ulysses.gradients.policy import StepContext
 from ulysses.gradients.ulysses_pro import GradientNoise
 from ulysses.parallel.batch import pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.run.optim import parameter_groups
+from ulysses.run.build import parameter_groups
 from ulysses.zero.across_ranks import ranks_of_a_node
 from ulysses.zero.construct import initialize_distributed
 

@@ -12,8 +12,8 @@ from tests.engine_case import SHAPE, Case, build_trainer, trained, zero_engine
 from tests.harness import memory_of, run_distributed
 from tests.memory_case import assert_same_gradients
 from tests.stage_case import compared
+from ulysses.run.build import parameter_groups
 from ulysses.run.checkpoint import save_checkpoint
-from ulysses.run.optim import parameter_groups
 from ulysses.zero.engine import full_parameters, gathered_weights
 
 STAY = {"resident": True}

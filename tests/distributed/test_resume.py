@@ -20,8 +20,8 @@ from tests.zero_case import whole
 from ulysses.check.run_folder import read_run_state, saved_checkpoints
 from ulysses.config.schema import RunSection
 from ulysses.disk import DiskError
+from ulysses.run.build import parameter_groups
 from ulysses.run.checkpoint import check_share, save_checkpoint
-from ulysses.run.optim import parameter_groups
 from ulysses.zero.state import KINDS
 
 BEFORE, AFTER = 2, 2

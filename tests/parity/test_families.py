@@ -16,8 +16,7 @@ from tests.family_case import FAMILIES, NO_CLASSIFIER, VOCABULARY, family_model
 from tests.model_folder import write_model
 from tests.unit.test_adapter_files import adapter_by_peft
 from tests.unit.test_sampler import exact, sampled
-from ulysses.memory.levels import LEVELS
-from ulysses.memory.tiling import TILE_ROWS
+from ulysses.memory.levels import LEVELS, TILE_ROWS
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 

@@ -21,9 +21,8 @@ from tests.memory_case import (
     gradients,
 )
 from ulysses.config.schema import LoraSection as Adapters
-from ulysses.memory.levels import LEVELS
+from ulysses.memory.levels import LEVELS, TILE_ROWS
 from ulysses.memory.offload import Offloader
-from ulysses.memory.tiling import TILE_ROWS
 from ulysses.plan.layer_cost import LayerSetup, layer_costs
 
 MIXED = [["block", "none", "keep_attention"]]  # a level for each of the three layers

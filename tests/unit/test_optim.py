@@ -10,7 +10,8 @@ from models.scored import PolicyValue
 from tests.family_case import FAMILIES
 from tests.model_folder import tiny_config
 from ulysses.config.schema import OptimizerSection
-from ulysses.run.optim import learning_rate, parameter_groups
+from ulysses.run.build import parameter_groups
+from ulysses.run.trainer import learning_rate
 
 TOTAL = 100
 

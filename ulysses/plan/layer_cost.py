@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from models.arch import ModelConfig
 from models.kinds import count_parameters
-from ulysses.memory.tiling import EXPERT_TILES, TILE_ROWS, tile_rows
+from ulysses.memory.levels import EXPERT_TILES, TILE_ROWS, tile_rows
 from ulysses.parallel.layout import head_layout
 
 

@@ -15,7 +15,7 @@ import torch
 
 from models.arch import ModelConfig
 from models.folders import read_config, resolve_model
-from models.kinds import model_class
+from models.kinds import empty_model
 from ulysses.config.section import ConfigError
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader, pack_step
@@ -51,8 +51,7 @@ class PlannedStep(NamedTuple):
 def planner_model(stage: Stage, shape: ModelConfig) -> PlannedModel:
     """Return the planner's view of the trained model, counted on one that has no memory."""
     settings, idle_adapters = stage.config.model, 0
-    with torch.device("meta"):
-        model = model_class(reward=stage.reward, value=stage.requirements.value)(shape)
+    model = empty_model(shape, reward=stage.reward, value=stage.requirements.value)
     if settings.lora.rank:
         from models.lora import add_adapters
 

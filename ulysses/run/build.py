@@ -1,6 +1,8 @@
 """From the inputs of a run to its parts: opened data, loaders of steps, and the partitioned models."""
 
+from collections import defaultdict
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,11 +23,11 @@ from ulysses.memory.offload import Offloader
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.layer_cost import LayerSetup, layer_costs
 from ulysses.plan.step_cost import Plan
-from ulysses.run.optim import parameter_groups
 from ulysses.stages.base import Stage
 from ulysses.zero.construct import build_partitioned
 from ulysses.zero.engine import TrainedEngine, ZeroEngine
 from ulysses.zero.settings import ZeroSettings, derive
+from ulysses.zero.update import ParameterGroup
 
 
 def open_data(inputs: RunInputs) -> tuple[TokenizedDataset, TokenizedDataset | None]:
@@ -142,6 +144,38 @@ def trained_engine(
         reduce_between=getattr(torch, optimizer.reduce_dtype),
         graphs=memory.graphs,
     )
+
+
+def parameter_groups(
+    model: nn.Module,
+    weight_decay: float,
+    scopes: dict[str, float] | None = None,
+    **adamw: Any,
+) -> list[ParameterGroup]:
+    """Split the trainable parameters into groups: matrices decay, norms and biases do not. A group has one dtype.
+
+    Args:
+        scopes: submodules with a factor for their learning rate; each has groups of its own, and the first one takes
+            all parameters that are in no other. None is one scope for all.
+        adamw: further fields of every group: betas, eps and eight_bit.
+    """
+    rates = scopes or {"default": 1.0}
+    members: dict[tuple[str, bool, torch.dtype], list[nn.Parameter]] = defaultdict(list)
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            first = name.partition(".")[0]
+            scope = first if first in rates else next(iter(rates))
+            # a sharded parameter is itself empty between its uses
+            shape = getattr(p, "shard", p).shape
+            # the biases of experts have two dimensions
+            decays = len(shape) > 1 and "_bias" not in name
+            members[scope, decays, p.dtype].append(p)
+    return [
+        ParameterGroup(
+            parameters, weight_decay if decays else 0.0, scope, rates[scope], **adamw
+        )
+        for (scope, decays, _), parameters in members.items()
+    ]
 
 
 def layer_memory(plan: Plan) -> LayerMemory:

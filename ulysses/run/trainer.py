@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ulysses.check.run_folder import read_run_state
+from ulysses.config.schema import OptimizerSection
 from ulysses.data.serve.steps import StepLoader
 from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.gradients.gradients import Gradients
@@ -29,7 +30,6 @@ from ulysses.parallel.random_keys import seed_of
 from ulysses.plan.hardware import device_peaks
 from ulysses.run.checkpoint import check_share, save_checkpoint
 from ulysses.run.metrics import MetricsLog
-from ulysses.run.optim import learning_rate
 from ulysses.run.stragglers import HostTime, Stragglers
 from ulysses.stages.base import Metrics, MetricSums, Stage, StepBatches
 from ulysses.watch.watch import Watch, grace_note
@@ -330,3 +330,23 @@ class Trainer:
         self.policies.load_state_dict(state["policies"])
         load_state(self.engine, checkpoint)
         self.stage.load(checkpoint)
+
+
+def learning_rate(step: int, total: int, config: OptimizerSection) -> float:
+    """Return the learning rate of step `step` (0-based) out of `total`.
+
+    Warm-up rises linearly and reaches the peak on its last step; then linear or cosine decay to min_lr * lr,
+    constant, or WSD (constant, then linear decay over the last decay_fraction of all steps).
+    """
+    warmup = int(config.warmup) if config.warmup >= 1 else math.ceil(config.warmup * total)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    progress = (step - warmup) / (total - warmup)
+    decay = max(1, round(config.decay_fraction * total))  # steps of WSD's decay
+    decayed = {  # the share of the way from the peak to the floor
+        "constant": 0.0,
+        "linear": progress,
+        "cosine": 0.5 - 0.5 * math.cos(math.pi * progress),
+        "wsd": max(0.0, (step - (total - decay)) / decay),
+    }
+    return config.lr * (1 - (1 - config.min_lr) * decayed[config.schedule])

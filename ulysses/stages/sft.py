@@ -1,6 +1,6 @@
 """SFT: the negative log-likelihood of the trained tokens, as one mean over the whole optimizer step.
 
-nll   sum_t w_t (-log p_t) / sum_t w_t                        (with label smoothing: losses.token_nll)
+nll   sum_t w_t (-log p_t) / sum_t w_t                        (with label smoothing: losses.label_smoothed_nll)
 dft   sum_t w_t (-p_t log p_t) / sum_t w_t, p_t constant      dynamic fine-tuning, arXiv 2508.05629
 [+ z_loss * mean lse^2]                                       PaLM, arXiv 2204.02311
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from losses.token_nll import dft_nll, label_smoothed_nll, token_nll, weighted_sum, z_loss
+from losses.token_nll import dft_nll, label_smoothed_nll, weighted_sum, z_loss
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.stages.base import Metrics, MetricSums, Stage, Term
 
@@ -41,7 +41,7 @@ class SftStage(Stage):
         # the loss needs nothing of the head but its nll
         plain = table.loss_type == "nll" and not needs_lse
         out = self.model(batch, nll=plain, lse=needs_lse, mean_logit=bool(smoothing))
-        loss, count = token_nll(out.logps, weights)
+        loss, count = weighted_sum(-out.logps, weights)
         metrics.add("nll", loss, count)
         if not torch.is_grad_enabled():
             nll = -out.logps.double()
