@@ -11,7 +11,6 @@ from torch import nn
 
 import ulysses.zero.deepspeed_internals  # noqa: F401 - which forked ranks then share
 from models.initial_weights import InitialWeights
-from models.layers import DecoderLayer
 from tests.harness import AS_LARGE, device
 from ulysses.gradients.gradients import Gradients, GradientSlice
 from ulysses.run.build import parameter_groups
@@ -64,7 +63,6 @@ def trained_engine(
         model.train(),
         config,
         [replace(group, eps=eps) for group in chosen],
-        (DecoderLayer,),
         reduce_between=reduce_between,
         offload_optimizer=offload_optimizer,
     )
@@ -74,7 +72,7 @@ def frozen_engine(create: Callable[[], nn.Module], source: Any) -> ZeroEngine:
     """Build a model that is not trained."""
     config = derive(dtype=torch.float32, raw=AS_LARGE)
     model = build_partitioned(create, config, source.fill).requires_grad_(False)
-    return ZeroEngine(model.eval(), config, (DecoderLayer,))
+    return ZeroEngine(model.eval(), config)
 
 
 def whole(entry: GradientSlice | ParameterSlice, piece: torch.Tensor) -> torch.Tensor:

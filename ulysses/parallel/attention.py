@@ -288,20 +288,17 @@ class UlyssesAttention(nn.Module):
         shards: query [T/R, H/U, E], key and value [T, kv, E] -> out like query, lse [H/U, T/R].
         """
         plan, kernel, inputs = self._calls(shards, plan)
-
-        def run(call: VarlenCall) -> Results:
-            return kernel_forward(kernel, inputs(call), call.documents)
-
-        first, *others = plan.calls
-        out, lse = run(first)
-        if others:
-            query, results = shards[0], [(out, lse), *map(run, others)]
+        results = [kernel_forward(kernel, inputs(call), call.documents) for call in plan.calls]
+        out, lse = results[0]
+        if len(results) > 1:
+            query = shards[0]
             out = torch.empty_like(query, memory_format=torch.contiguous_format)
             lse = lse.new_empty(query.shape[1], len(query))
             for call, (call_out, call_lse) in zip(plan.calls, results):
                 out[call.rows], lse[:, call.rows] = call_out, call_lse
         for call in plan.prefix_calls:
-            merge_attention(out, lse, call.rows, *run(call))
+            more = kernel_forward(kernel, inputs(call), call.documents)
+            merge_attention(out, lse, call.rows, *more)
         if sink is not None:
             total = torch.logaddexp(lse, sink[self._my_heads, None].to(lse.dtype))
             out *= (lse - total).exp().T[..., None]

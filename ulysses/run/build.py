@@ -10,7 +10,6 @@ from torch import nn
 from models.arch import ModelConfig
 from models.initial_weights import InitialWeights
 from models.kinds import model_class
-from models.layers import DecoderLayer
 from ulysses.check.input_files import RunInputs, check_examples
 from ulysses.config.schema import Config
 from ulysses.config.section import error_context
@@ -139,7 +138,6 @@ def trained_engine(
         built,
         settings,
         groups,
-        (DecoderLayer,),
         offload_optimizer=config.memory.offload_optimizer,
         reduce_between=getattr(torch, optimizer.reduce_dtype),
         graphs=memory.graphs,
@@ -205,7 +203,7 @@ def frozen_engine(
         chosen_class, weights.shape, mesh, attention=attention or config.model.attention
     )
     built = build_partitioned(create, settings, weights.fill, resident=resident)
-    return ZeroEngine(built.eval().requires_grad_(False), settings, (DecoderLayer,))
+    return ZeroEngine(built.eval().requires_grad_(False), settings)
 
 
 def _zero_settings(config: Config, shape: ModelConfig) -> ZeroSettings:

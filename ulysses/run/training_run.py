@@ -128,10 +128,9 @@ class TrainingRun:
     def _agree(self) -> None:
         """Refuse processes that differ, and take the run folder."""
         inputs, output = self.inputs, self.config.output
-        if dist.get_world_size() > 1:
-            with error_context():
-                agree(facts_of(inputs, self.digests))
         with error_context():
+            if dist.get_world_size() > 1:
+                agree(facts_of(inputs, self.digests))
             self.run_id, earlier_run = hold_output(self.config, self.resources)
         if earlier_run:
             self.say(f"{output} was left by {earlier_run}, which has ended, and is taken over")

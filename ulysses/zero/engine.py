@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from models.layers import DecoderLayer
 from ulysses.gradients.gradients import Gradients
 from ulysses.zero import gpu_kernels
 from ulysses.zero.across_ranks import AveragedReduction
@@ -35,17 +36,18 @@ class ZeroEngine:
     Args:
         model: built by `build_partitioned`.
         settings: from ulysses.zero.settings.derive.
-        unit_kinds: classes of modules whose parameters are gathered and reduced as one unit (one hook instead of many).
+        by_layer: each layer's parameters are gathered and reduced as one unit, by one hook instead of many.
     """
 
     def __init__(
         self,
         model: nn.Module,
         settings: ZeroSettings,
-        unit_kinds: Sequence[type[nn.Module]] = (),
+        *,
+        by_layer: bool = True,
     ) -> None:
         self.module, self.device = model, next(model.parameters()).device
-        self.units = [module for module in model.modules() if type(module) in unit_kinds]
+        self.units = [m for m in model.modules() if by_layer and isinstance(m, DecoderLayer)]
         if next(model.parameters()).shard.whole is not None:
             self.weights: Any = ResidentWeights(model, self.units)
         else:
@@ -91,14 +93,13 @@ class TrainedEngine(ZeroEngine):
         model: nn.Module,
         settings: ZeroSettings,
         groups: Sequence[ParameterGroup],
-        unit_kinds: Sequence[type[nn.Module]] = (),
         *,
         offload_optimizer: bool = False,
         reduce_between: torch.dtype = torch.float32,
         graphs: bool = False,
     ) -> None:
         # a graph of all layers gathers and reduces nothing between layers
-        super().__init__(model, settings, () if graphs else unit_kinds)
+        super().__init__(model, settings, by_layer=not graphs)
         device = torch.device("cpu") if offload_optimizer else self.device
         self.sub_groups = [*sub_groups(groups, settings.sub_group_size, device)]
         names = {p: name for name, p in model.named_parameters()}
