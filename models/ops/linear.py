@@ -11,6 +11,7 @@ Shapes: S local tokens, D width, N rows of a matrix, r an adapter's rank.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -63,13 +64,13 @@ class Matrix(NamedTuple):
         return tensor if self.row_index is None else tensor[self.row_index]
 
 
+@dataclass(eq=False)
 class GradientSums:
     """The gradients of trained tensors as sums over tiles, in float32 or better unless one tile is the `whole`."""
 
-    def __init__(self, whole: bool) -> None:
-        self.whole = whole
-        # one sum for tensors whose gradients lie one below the other
-        self._sums: dict[tuple[Tensor, ...], Tensor] = {}
+    whole: bool
+    # one sum for tensors whose gradients lie one below the other
+    sums: dict[tuple[Tensor, ...], Tensor] = field(default_factory=dict)
 
     def add(
         self, tensor: Tensor | None, grad: Tensor | None, index: Tensor | None = None
@@ -79,10 +80,10 @@ class GradientSums:
             if index is not None:
                 grad = grad.new_zeros(tensor.shape).index_copy_(0, index, grad)
             key = (tensor,)
-            if key in self._sums:
-                self._sums[key].add_(grad)
+            if key in self.sums:
+                self.sums[key].add_(grad)
             else:
-                self._sums[key] = grad if self.whole else at_least_float32(grad)
+                self.sums[key] = grad if self.whole else at_least_float32(grad)
 
     def add_product(
         self, tensors: Sequence[Tensor], grad: Tensor, rows: Tensor, index: Tensor | None = None
@@ -100,12 +101,12 @@ class GradientSums:
         left = grad.t()
         if not has_wide_products(rows):
             left, rows = left.to(wide), rows.to(wide)
-        self._sums[key] = wide_product(left, rows, wide, self._sums.get(key))
+        self.sums[key] = wide_product(left, rows, wide, self.sums.get(key))
 
     def of(self, trained: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradients of these tensors, in their dtypes."""
         grads: dict[Tensor, Tensor] = {}
-        for tensors, total in self._sums.items():
+        for tensors, total in self.sums.items():
             grads |= zip(tensors, total.split([len(t) for t in tensors]))
         return [grads[t].to(t.dtype) for t in trained]
 

@@ -39,7 +39,6 @@ from .layout import (
     copy_strided,
     head_layout,
 )
-from .mesh import ParallelMesh
 from .ranges import rows_between
 
 Parts = Sequence[tuple[int, int]]  # side by side in a tensor: how many heads, and how wide each
@@ -132,15 +131,13 @@ class HeadExchange:
         """Bring outputs [T/R, H/U, E], or [T, H/U, E] where there are no queries, to their tokens' ranks [S, H, E]."""
         if not self.queries:
             out = out[self.plan.by_rank].unflatten(0, (-1, self.set_rows))[self.my_set]
-        received = all_to_all(
-            contiguous(out).unflatten(0, (self.ranks, -1)), self.mesh, self.ranks
-        )
+        received = self._all_to_all(contiguous(out).unflatten(0, (self.ranks, -1)))
         return contiguous(received.transpose(0, 1)).flatten(1, 2)
 
     def to_tokens_backward(self, grad: Tensor) -> Tensor:
         """Send the outputs' gradients where the outputs came from; other sets' tokens get zeros there."""
         by_head = contiguous(_by_rank(grad, self.ranks))
-        rows = all_to_all(by_head, self.mesh, self.ranks).flatten(0, 1)
+        rows = self._all_to_all(by_head).flatten(0, 1)
         sets = self.mesh.sequence_parallel_size // self.ranks
         if self.queries or sets == self.mesh.row_parallel_size == 1:
             return rows
@@ -211,22 +208,19 @@ class HeadExchange:
         """Return the receive buffer; the send buffer is free as soon as the caller drops it."""
         tokens = self.plan.local_tokens
         near, far = (tokens * x for x in (sum(self.columns), self.key_columns))
-        return all_to_all(send, self.mesh, self.ranks, near, far)
+        return self._all_to_all(send, near, far)
 
+    def _all_to_all(self, send: Tensor, near: int = 1, far: int = 0) -> Tensor:
+        """Exchange rows of the first axis: `near` with each rank of my set, and `far` with each rank of other sets.
 
-def all_to_all(
-    send: Tensor, mesh: ParallelMesh, ranks: int, near: int = 1, far: int = 0
-) -> Tensor:
-    """Exchange rows of the first axis: `near` of them with each rank of my set, and `far` with each rank of other sets.
-
-    A set is `ranks` neighbours. If all ranks are one set, they share the rows equally.
-    """
-    received, splits, count = torch.empty_like(send), None, mesh.sequence_parallel_size
-    if ranks < count:
-        mine = mesh.sp_rank // ranks
-        splits = [near if r // ranks == mine else far for r in range(count)]
-    dist.all_to_all_single(received, send, splits, splits, group=mesh.sp_group)
-    return received
+        If all ranks are one set, they share the rows equally.
+        """
+        received, splits, count = torch.empty_like(send), None, self.mesh.sequence_parallel_size
+        if self.ranks < count:
+            sets = (rank // self.ranks for rank in range(count))
+            splits = [near if number == self.my_set else far for number in sets]
+        dist.all_to_all_single(received, send, splits, splits, group=self.mesh.sp_group)
+        return received
 
 
 def _by_rank(values: Tensor, ranks: int) -> Tensor:
