@@ -77,8 +77,9 @@ def frozen_engine(create: Callable[[], nn.Module], source: Any) -> ZeroEngine:
 
 def whole(entry: GradientSlice | ParameterSlice, piece: torch.Tensor) -> torch.Tensor:
     """Put all ranks' pieces of one flattened parameter together, on every rank; all ranks call it together."""
-    flat = torch.zeros(entry.numel, device=device())
-    flat[entry.start : entry.start + len(piece)] = piece
+    place = entry.shard if isinstance(entry, ParameterSlice) else entry
+    flat = torch.zeros(place.numel, device=device())
+    flat[place.start : place.start + len(piece)] = piece
     dist.all_reduce(flat)
     return flat.to(piece.device)
 

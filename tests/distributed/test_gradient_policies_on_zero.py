@@ -135,7 +135,7 @@ class AgainstWholeGradient(GradientPolicyChain):
             assert_equal(found, want, f"{where}: {e.name}", e.start)
         for s in self.engine.slices:
             padding = s.sub_group.gradient_sums().narrow(
-                0, s.offset + s.length, s.size - s.length
+                0, s.offset + s.shard.length, s.shard.size - s.shard.length
             )
             assert not padding.any(), f"{where}: padding was touched"
         edited = not bad and any(

@@ -50,7 +50,11 @@ def what_a_step_calls():
     written = engine.weights.written
     engine.weights.written = lambda names: gathers.append(len(names)) or written(names)
     places = {name: p.data_ptr() for name, p in engine.module.named_parameters()}
-    held = [x.untyped_storage() for p in engine.module.parameters() for x in (p, *p.shard[::2])]
+    held = [
+        x.untyped_storage()
+        for p in engine.module.parameters()
+        for x in (p, p.shard.local, p.shard.whole)
+    ]
     memory = sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
     micro_batches = [len(trainer.loader.step(0, k)) for k in range(2)]
     for _ in micro_batches:
@@ -70,7 +74,7 @@ def what_a_step_calls():
             assert len(stacked([module.weight for module in group])) == 1, (
                 "one product takes them"
             )
-    trained = sum(s.length for s in engine.slices)
+    trained = sum(s.shard.length for s in engine.slices)
     engine.destroy()
     return {
         "micro_batches": micro_batches,

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from ulysses import environment
 from ulysses.parallel.mesh import gather
 from ulysses.zero.reduce import GradientReduction, SliceGradients
-from ulysses.zero.update import ParameterSlice
+from ulysses.zero.update import Shard
 
 
 class AveragedReduction(GradientReduction):
@@ -62,16 +62,16 @@ class AveragedReduction(GradientReduction):
             if len(grad) < self._bucket:
                 self._collected.append((s, grad))
             else:
-                super()._receive([(s, self._mean(s, grad))], last)
+                super()._receive([(s, self._mean(s.shard, grad))], last)
         elements = sum(len(grad) for _, grad in self._collected)
         if self._collected and (last or elements >= self._bucket):
             super()._receive(self._means_of_collected(), last)
 
-    def _mean(self, s: ParameterSlice, flat: Tensor) -> Tensor:
+    def _mean(self, shard: Shard, flat: Tensor) -> Tensor:
         """Average a whole gradient over all ranks in float32, and return this rank's slice."""
-        W, size, length = self._world, s.size, s.length
+        W, size, length = self._world, shard.size, shard.length
         if self._nodes > 1:
-            padded = F.pad(flat, (0, W * size - s.numel))
+            padded = F.pad(flat, (0, W * size - shard.numel))
             by_place = padded.view(self._nodes, -1, size).transpose(0, 1).contiguous()
             copies = torch.empty_like(by_place)
             dist.all_to_all_single(copies, by_place, group=self._inside)
@@ -79,7 +79,7 @@ class AveragedReduction(GradientReduction):
             total = sums.new_empty(size)
             dist.reduce_scatter_tensor(total, sums.view(-1), group=self._across)
             return total[:length].float() * (1 / W)
-        sizes = [max(0, min(size, s.numel - r * size)) for r in range(W)]
+        sizes = [max(0, min(size, shard.numel - r * size)) for r in range(W)]
         copies = flat.new_empty(W, length)
         dist.all_to_all_single(copies.view(-1), flat, [length] * W, sizes, group=self._inside)
         return copies.mean(0, dtype=torch.float32)
@@ -91,7 +91,7 @@ class AveragedReduction(GradientReduction):
         flat = torch.cat(grads).float().mul_(1 / self._world)
         dist.all_reduce(flat, group=self._all)
         wholes = zip(slices, flat.split([len(grad) for grad in grads]))
-        return [(s, whole.narrow(0, s.start, s.length)) for s, whole in wholes]
+        return [(s, whole.narrow(0, s.shard.start, s.shard.length)) for s, whole in wholes]
 
 
 def ranks_of_a_node() -> int:

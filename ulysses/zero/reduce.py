@@ -65,7 +65,7 @@ class GradientReduction:
             hook = partial(self._take, of_unit)
             self._hooks.append(unit.register_full_backward_hook(hook))
         for p, s in without_unit.items():
-            if s.numel >= bucket:
+            if s.shard.numel >= bucket:
                 hook = partial(self._take, [s])
                 self._hooks.append(p.register_post_accumulate_grad_hook(hook))
 
@@ -104,7 +104,11 @@ class GradientReduction:
             self._events[-1].synchronize()
         return [
             GradientSlice(
-                s.name, s.shape, self._values[s.name], s.start, s.sub_group.group.scope
+                s.name,
+                s.shard.shape,
+                self._values[s.name],
+                s.shard.start,
+                s.sub_group.group.scope,
             )
             for s in self._slices
         ]

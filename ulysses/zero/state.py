@@ -33,8 +33,8 @@ def save_state(engine: Any, folder: Path, record: dict[str, Any]) -> dict[str, s
     and the step.
     """
     stem = f"rank-{dist.get_rank():05d}"
-    slices = [s for s in engine.slices if s.length]
-    *offsets, count = accumulate((s.length for s in slices), initial=0)
+    slices = [s for s in engine.slices if s.shard.length]
+    *offsets, count = accumulate((s.shard.length for s in slices), initial=0)
     digests: dict[str, str] = {}
     # The beginning of a safetensors file, after which the slices are written one by one: the library's own function
     # would hold all of them in host memory.
@@ -51,7 +51,7 @@ def save_state(engine: Any, folder: Path, record: dict[str, Any]) -> dict[str, s
     record |= {
         "updates": engine.sub_groups[0].updates,
         "digests": digests,
-        "pieces": [[s.name, s.start, s.length, o] for s, o in zip(slices, offsets)],
+        "pieces": [[s.name, s.shard.start, s.shard.length, o] for s, o in zip(slices, offsets)],
     }
     name = f"{stem}.json"
     return digests | {name: write_digested(folder / name, [json.dumps(record).encode()])}
@@ -119,7 +119,7 @@ def load_state(engine: Any, folder: Path) -> None:
         ValueError: if the folder holds other parameters than this model's, naming the first that differs.
     """
     saved = SavedSlices(folder)
-    ours = {s.name: s.numel for s in engine.slices}
+    ours = {s.name: s.shard.numel for s in engine.slices}
     for name in [*ours, *saved.places]:
         if saved.numel(name) != ours.get(name, 0):
             raise ValueError(
@@ -129,7 +129,7 @@ def load_state(engine: Any, folder: Path) -> None:
     for kind in KINDS:
         for s in engine.slices:
             values = s.state(kind)
-            saved.read_into(values, s.name, kind, s.start)
+            saved.read_into(values, s.name, kind, s.shard.start)
             s.sub_group.restore(kind, s.offset, values)
     for sub_group in engine.sub_groups:
         sub_group.updates = saved.updates

@@ -9,7 +9,7 @@ The update is AdamW's (Loshchilov & Hutter 2019): torch's, or that of gpu_kernel
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,26 +17,25 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 
-class Shard(NamedTuple):
+@dataclass(eq=False)
+class Shard:
     """What this rank has of a parameter, whose attribute `shard` it is from the model's construction on.
 
     local: its flat slice, padding included; writing to it changes the weights. shape: of the whole parameter. whole:
     the flat whole with its padding, of which `local` is a part, if the whole stays on every rank; else None.
+
+    numel: elements of the whole parameter. The slice has `length` of them, from `start` on, and with padding it has
+    `size` on every rank.
     """
 
     local: Tensor
     shape: torch.Size
     whole: Tensor | None = None
 
-    @property
-    def start(self) -> int:
-        """Where the slice begins in the flattened parameter."""
-        return min(dist.get_rank() * len(self.local), self.shape.numel())
-
-    @property
-    def length(self) -> int:
-        """The slice's elements without padding."""
-        return min(len(self.local), self.shape.numel() - self.start)
+    def __post_init__(self) -> None:
+        self.numel, self.size = self.shape.numel(), len(self.local)
+        self.start = min(dist.get_rank() * self.size, self.numel)
+        self.length = min(self.size, self.numel - self.start)
 
 
 @dataclass(frozen=True)
@@ -88,16 +87,7 @@ class SubGroup:
         """Yield this rank's parts of the parameters, which have these names, in their order."""
         offsets = accumulate(map(len, self.weights), initial=0)
         for p, offset in zip(self.parameters, offsets):
-            yield ParameterSlice(
-                name=names[p],
-                shape=p.shard.shape,
-                start=p.shard.start,
-                length=p.shard.length,
-                size=len(p.shard.local),
-                offset=offset,
-                parameter=p,
-                sub_group=self,
-            )
+            yield ParameterSlice(names[p], p, p.shard, self, offset)
 
     def gradient_sums(self) -> Tensor:
         """Return the float32 memory [N] in which the gradients of several micro-batches are added; made when needed."""
@@ -162,39 +152,29 @@ class SubGroup:
         self.moments["step"].fill_(number)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ParameterSlice:
-    """This rank's part of one trained parameter.
-
-    shape: of the whole parameter. The slice has `length` of the parameter's elements, from `start` on; with padding it
-    has `size` on every rank. It lies in the master weights of its sub-group from `offset` on.
-    """
+    """This rank's part of one trained parameter: its shard lies in its sub-group's master weights from `offset` on."""
 
     name: str
-    shape: torch.Size
-    start: int
-    length: int
-    size: int
-    offset: int
     parameter: nn.Parameter
+    shard: Shard
     sub_group: SubGroup
-
-    @property
-    def numel(self) -> int:
-        return self.shape.numel()
+    offset: int
 
     @property
     def sum(self) -> Tensor:
         """The memory in which the slice's gradients are added, float32 [length]."""
-        return self.sub_group.gradient_sums().narrow(0, self.offset, self.length)
+        return self.sub_group.gradient_sums().narrow(0, self.offset, self.shard.length)
 
     def state(self, kind: str) -> Tensor:
         """Return the float32 "master" weights, or one of AdamW's moments."""
-        return self.sub_group.state(kind, self.offset, self.length)
+        return self.sub_group.state(kind, self.offset, self.shard.length)
 
     def whole_master(self, device: torch.device) -> Tensor:
         """Return all ranks' master weights of the parameter, in host memory; all ranks call it together."""
-        local = self.sub_group.master.narrow(0, self.offset, self.size).to(device)
-        whole = local.new_empty(self.size * dist.get_world_size())
+        shard = self.shard
+        local = self.sub_group.master.narrow(0, self.offset, shard.size).to(device)
+        whole = local.new_empty(shard.size * dist.get_world_size())
         dist.all_gather_into_tensor(whole, local)
-        return whole[: self.numel].view(self.shape).cpu()
+        return whole[: shard.numel].view(shard.shape).cpu()
