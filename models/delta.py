@@ -8,6 +8,7 @@ that it is not kept.
 Shapes: S local tokens, T packed tokens, D width, K key heads of width E, H value heads of width V.
 """
 
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -31,6 +32,7 @@ class Filters(Uninitialised, nn.Conv1d):
     weight: nn.Parameter
 
 
+@dataclass
 class LinearAttention:
     """Run convolution and rule over whole documents; its methods are those of Attention in
     ulysses/parallel/attention.py.
@@ -38,10 +40,9 @@ class LinearAttention:
     Its parameters are the filters [F, 1, W], A_log and dt_bias [H], those of all heads on every rank.
     """
 
+    delta: Delta
+    kernel: str
     reads_results = False
-
-    def __init__(self, delta: Delta, kernel: str) -> None:
-        self.delta, self.kernel = delta, kernel
 
     def exchange(self, plan: AttentionPlan) -> Exchange:
         """Return the exchanges of q | k | v, b and a, and of the output."""

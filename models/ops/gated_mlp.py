@@ -185,7 +185,8 @@ class GatedMLP(NamedTuple):
             saved.clear()
         else:
             gate, up = self.gate_up.forward(x)
-            self.down.start(gate)
+            if self.down.adapters:
+                self.down.adapters.start(gate)
         to_active = self.down.back(grad)
         active, to_gate_up = activate(gate, up, self.activation, to_active)
         del gate, up, to_active

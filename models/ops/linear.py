@@ -59,9 +59,9 @@ class Matrix(NamedTuple):
         weight = self.packed.unpack(self.weight, dtype) if self.packed else self.weight
         return self.used_rows(weight)
 
-    def used_rows(self, tensor: Tensor) -> Tensor:
-        """Return the rows that are used of the weight, or of a bias or b, which have as many rows."""
-        return tensor if self.row_index is None else tensor[self.row_index]
+    def used_rows(self, tensor: Any) -> Any:
+        """Return the rows that are used of the weight, or of a bias or b, which have as many rows; None of no bias."""
+        return tensor if self.row_index is None or tensor is None else tensor[self.row_index]
 
 
 @dataclass(eq=False)
@@ -157,66 +157,35 @@ class _Node(torch.autograd.Function):
 
 
 class Products:
-    """The products of the same rows with several matrices, forward once and back; the results lie side by side.
-
-    Adapters leave here what backward needs of forward, and `gradients` of `back`. So one tile goes through all three
-    before another one begins:
-
-        forward, or start if the results are not needed -> back -> gradients
+    """The products of the same rows with several matrices, forward and back; the results lie side by side.
 
     tensors: the trained ones among weights, biases and the adapters' a and b.
-    narrow: scale * x a^T of all adapters, [S, r] of each, side by side.
-    mask: of x [S, D]: 0 where adapters drop an input, and elsewhere what dropout scales it by.
+    adapters: of these matrices; None if there are none. They have an order in which the methods are called.
     """
 
     def __init__(self, *matrices: Matrix) -> None:
         self.matrices, self.widths = matrices, [m.outputs for m in matrices]
-        self.adapters = [m.adapter for m in matrices if m.adapter is not None]
         tensors: list[Tensor | None] = []
         for m in matrices:
             tensors += [m.weight, m.bias]
-            if m.adapter is not None:
+            if m.adapter:
                 tensors += [m.adapter.a, m.adapter.b]
         self.tensors = trained(tensors)
-        self.mask: Tensor | None = None
-        self.narrow: Any = None
-        self.narrow_grads: Any = None  # scale * grad b of all adapters
-
-    def start(self, rows: Tensor) -> None:
-        """Begin a tile: draw which inputs adapters drop of rows [S, D]; `forward` does so itself."""
-        self.mask = self.narrow = None
-        if any(x.dropout for x in self.adapters):
-            self.mask = F.dropout(torch.ones_like(rows), self.adapters[0].dropout)
+        self.adapters = AdapterProducts(matrices) if any(m.adapter for m in matrices) else None
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """Return the results [S, N]."""
-        biases: list[Any] = [
-            None if m.bias is None else m.used_rows(m.bias) for m in self.matrices
-        ]
+        biases = [m.used_rows(m.bias) for m in self.matrices]
         dense = self._dense(x.dtype)
-        if self.adapters:
-            return self._adapted(x, dense, biases)
-        if len(dense) == len(biases):
-            return [F.linear(x, matrix, bias) for matrix, bias in zip(dense, biases)]
-        bias = None if biases[0] is None else torch.cat(biases)
-        return [*F.linear(x, dense[0], bias).split(self.widths, 1)]
-
-    def _adapted(self, x: Tensor, dense: Tensors, biases: list[Any]) -> list[Tensor]:
-        """Return the results of matrices of which some have adapters."""
-        self.start(x)
-        self._multiply_by_a(x)
+        if self.adapters is None:
+            if len(dense) == len(biases):
+                return [F.linear(x, matrix, bias) for matrix, bias in zip(dense, biases)]
+            bias = None if biases[0] is None else torch.cat(biases)
+            return [*F.linear(x, dense[0], bias).split(self.widths, 1)]
         out = x.new_empty(len(x), sum(self.widths))
         results = list(out.split(self.widths, 1))
         # the small products come first, and the large one adds to them as it writes
-        for m, bias, narrow, result in zip(
-            self.matrices, biases, self._narrow_by_matrix(), results
-        ):
-            if m.adapter is None:
-                result.copy_(x.new_zeros(1) if bias is None else bias)
-            elif bias is None:
-                torch.mm(narrow, m.used_rows(m.adapter.b).t(), out=result)
-            else:
-                torch.addmm(bias, narrow, m.used_rows(m.adapter.b).t(), out=result)
+        self.adapters.forward(x, biases, results)
         for result, matrix in zip(results if len(dense) > 1 else [out], dense):
             result.addmm_(x, matrix.t())
         return results if len(results) > 1 else [out]
@@ -225,15 +194,7 @@ class Products:
         """Return the gradient of x from that of the results."""
         total: Any = None
         if self.adapters:
-            products = []
-            for m, part in zip(self.matrices, grad.split(self.widths, 1)):
-                if m.adapter is not None:
-                    b = m.used_rows(m.adapter.b)
-                    products.append(_scaled_product(part, b, m.adapter.scale))
-            self.narrow_grads = torch.cat(products, 1)
-            total = self.narrow_grads @ self._a
-            if self.mask is not None:
-                total.mul_(self.mask)
+            total = self.adapters.back(grad.split(self.widths, 1))
         dense = self._dense(grad.dtype)
         for part, matrix in zip(grad.split([len(m) for m in dense], 1), dense):
             total = part @ matrix if total is None else total.addmm_(part, matrix)
@@ -251,14 +212,8 @@ class Products:
             if m.bias is not None and m.bias.requires_grad:
                 wide = torch.promote_types(part.dtype, torch.float32)
                 sums.add(m.bias, part.sum(0, dtype=wide), m.row_index)
-        if not self.adapters:
-            return
-        if self.narrow is None:
-            self._multiply_by_a(x)
-        for m, part, narrow in zip(self.matrices, grads, self._narrow_by_matrix()):
-            if m.adapter is not None:
-                sums.add_product([m.adapter.b], part, narrow, m.row_index)
-        sums.add_product([x.a for x in self.adapters], self.narrow_grads, self._dropped(x))
+        if self.adapters:
+            self.adapters.gradients(grads, x, sums)
 
     def run(self, inputs: Tensors) -> tuple[Tensors, Saved]:
         (x,) = inputs
@@ -284,6 +239,66 @@ class Products:
             m.packed.unpack(m.weight, dtype, part)
         return [whole]
 
+
+class AdapterProducts:
+    """What adapters add to the products of the same rows x [S, D] with some of several matrices.
+
+    Here lies what backward needs of forward, and `gradients` of `back`. So one tile goes through all three before
+    another one begins:
+
+        forward, or start if the results are not needed -> back -> gradients
+
+    narrow: scale * x a^T of all adapters, [S, r] of each, side by side.
+    mask: of x: 0 where adapters drop an input, and elsewhere what dropout scales it by.
+    """
+
+    def __init__(self, matrices: Sequence[Matrix]) -> None:
+        self.matrices = matrices
+        self.adapters = [m.adapter for m in matrices if m.adapter]
+        self.mask: Tensor | None = None
+        self.narrow: Any = None
+        self.narrow_grads: Any = None  # scale * grad b of all adapters
+
+    def start(self, rows: Tensor) -> None:
+        """Begin a tile: draw which inputs are dropped of rows [S, D]; `forward` does so itself."""
+        self.mask = self.narrow = None
+        if any(x.dropout for x in self.adapters):
+            self.mask = F.dropout(torch.ones_like(rows), self.adapters[0].dropout)
+
+    def forward(self, x: Tensor, biases: list[Any], results: Tensors) -> None:
+        """Write what is added to the results [S, N], with the biases, into their memory."""
+        self.start(x)
+        self._multiply_by_a(x)
+        narrow = iter(self.narrow.chunk(len(self.adapters), 1))
+        for m, bias, result in zip(self.matrices, biases, results):
+            if m.adapter is None:
+                result.copy_(x.new_zeros(1) if bias is None else bias)
+            elif bias is None:
+                torch.mm(next(narrow), m.used_rows(m.adapter.b).t(), out=result)
+            else:
+                torch.addmm(bias, next(narrow), m.used_rows(m.adapter.b).t(), out=result)
+
+    def back(self, grads: Tensors) -> Tensor:
+        """Return the adapters' share of the gradient of x, from the gradients of the results."""
+        products = [
+            _scaled_product(grad, m.used_rows(m.adapter.b), m.adapter.scale)
+            for m, grad in zip(self.matrices, grads)
+            if m.adapter
+        ]
+        self.narrow_grads = torch.cat(products, 1)
+        to_x = self.narrow_grads @ self._a
+        return to_x if self.mask is None else to_x.mul_(self.mask)
+
+    def gradients(self, grads: Tensors, x: Tensor, sums: GradientSums) -> None:
+        """Add the gradients of a and b to `sums`."""
+        if self.narrow is None:
+            self._multiply_by_a(x)
+        narrow = iter(self.narrow.chunk(len(self.adapters), 1))
+        for m, grad in zip(self.matrices, grads):
+            if m.adapter:
+                sums.add_product([m.adapter.b], grad, next(narrow), m.row_index)
+        sums.add_product([x.a for x in self.adapters], self.narrow_grads, self._dropped(x))
+
     @property
     def _a(self) -> Tensor:
         """The a's of all adapters, one below the other."""
@@ -297,11 +312,6 @@ class Products:
     def _multiply_by_a(self, x: Tensor) -> None:
         """Set `narrow`, scaled before it is rounded, so that b needs no scaling."""
         self.narrow = _scaled_product(self._dropped(x), self._a.t(), self.adapters[0].scale)
-
-    def _narrow_by_matrix(self) -> list[Any]:
-        """Return each matrix's part of `narrow`, [S, r]; None for one without an adapter."""
-        parts = iter(self.narrow.chunk(len(self.adapters), 1))
-        return [None if m.adapter is None else next(parts) for m in self.matrices]
 
 
 def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:

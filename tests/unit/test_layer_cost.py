@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from models.arch import ModelConfig
 from models.decoder import CausalLM
 from models.lora import add_adapters
-from models.ops.linear import Products
+from models.ops.linear import AdapterProducts
 from models.ops.rotary import rotary_tables
 from tests.family_case import FAMILIES
 from tests.model_folder import init_weights
@@ -76,14 +76,14 @@ def kept_by_autograd(model, batch, place):
         held.update(storages(x) if x.dim() > 1 or x.is_floating_point() else {})
         return x
 
-    made, make = [], Products._multiply_by_a
+    made, make = [], AdapterProducts._multiply_by_a
 
     def remember(products, x):
         make(products, x)
         made.extend(weakref.ref(x) for x in [products.narrow] if x is not None)
 
     saved = torch.autograd.graph.saved_tensors_hooks(note, lambda x: x)
-    with saved, mock.patch.object(Products, "_multiply_by_a", remember):
+    with saved, mock.patch.object(AdapterProducts, "_multiply_by_a", remember):
         hidden = torch.randn(len(batch.tokens), model.config.hidden_size, requires_grad=True)
         out = layer(hidden, rope, batch.attention_plan)
     assert out.requires_grad
