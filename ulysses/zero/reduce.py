@@ -49,9 +49,10 @@ class GradientReduction:
     ) -> None:
         self._slices, self._gradients_reused = list(slices), gradients_reused
         self._on_host = self._slices[0].sub_group.master.device.type != device.type
-        self._has_work = self._on_host or not self.may_keep  # which runs on a stream of its own
+        # whether what is done with gradients runs on a stream of its own, beside the backward pass
+        self._works_aside = self._on_host or not self.may_keep
         self._uses_sums = False
-        if self._has_work:
+        if self._works_aside:
             self._make_sums()
         # At high priority a reduction starts at the next kernel boundary, not behind all queued matrix products.
         self._backend = torch.get_device_module(device)
@@ -132,7 +133,7 @@ class GradientReduction:
             grad, s.parameter.grad = s.parameter.grad, None
             if grad is not None:
                 taken.append((s, grad.reshape(-1)))
-        with self._own_stream(taken) if self._has_work else nullcontext():
+        with self._own_stream(taken) if self._works_aside else nullcontext():
             self._receive(taken, last)
 
     @contextmanager
