@@ -18,6 +18,15 @@ def assistant_indices(messages: Sequence[TemplateMessage]) -> list[int]:
     return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
 
 
+def hidden_messages(messages: Sequence[TemplateMessage], prompt: str) -> list[int]:
+    """Return the places of the messages of others whose text a prompt does not show."""
+    return [
+        i
+        for i, message in enumerate(messages)
+        if message["role"] != "assistant" and message["content"].strip() not in prompt
+    ]
+
+
 def split_thinking(content: str) -> tuple[str | None, str]:
     """Return the thinking that an answer begins with, None if there is none, and the rest of its text.
 

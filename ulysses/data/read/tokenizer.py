@@ -265,20 +265,11 @@ def _broken(match: re.Match[str]) -> str:
     return match[0].replace(token, GUARD.join(token))
 
 
-def at_marks(text: str) -> list[str]:
-    """Cut a rendered text at the marks around answers; the parts with odd indices are the answers."""
-    return text.replace(CLOSE, OPEN).split(OPEN)
-
-
-def marked_spans(parts: Sequence[str]) -> list[tuple[int, int]]:
-    """Return where the answers stand in a text that `at_marks` has cut into parts, without the marks."""
+def without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """Return a rendered text without the marks around its answers, and where in it the answers stand."""
+    parts = text.replace(CLOSE, OPEN).split(OPEN)  # those with odd indices are the answers
     edges = list(accumulate(map(len, parts)))
-    return list(zip(edges[::2], edges[1::2]))
-
-
-def unmarked(text: str) -> str:
-    """Return a rendered text without the marks around its answers."""
-    return "".join(at_marks(text))
+    return "".join(parts), list(zip(edges[::2], edges[1::2]))
 
 
 def finishes(job: Callable[[], object]) -> bool:
