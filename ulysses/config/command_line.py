@@ -34,10 +34,15 @@ from ulysses.config.section import (
 from ulysses.config.stage_sections import LEARNING_RATES
 
 MOST_LR = 10.0
-# In ppo.sampler_reload, the JSON that a server is sent: a path with parameters, or a field that holds a secret.
+# What the JSON of ppo.sampler_reload, which servers are sent, may not hold either.
 SECRET_FIELDS = re.compile(
-    r'"/[^"]*[?#;@&=]|"[^"]*(key|token|secret|passw(or)?d|pwd|auth(orization)?|bearer|credentials?|cookie)":',
-    re.I,
+    r"""
+    # a path with parameters
+    "/[^"]*[?#;@&=]
+    # a field that holds a secret
+    | "[^"]*(key|token|secret|passw(or)?d|pwd|auth(orization)?|bearer|credentials?|cookie)":
+    """,
+    re.I | re.X,
 )
 Table = TypeVar("Table", bound=BaseModel)
 
