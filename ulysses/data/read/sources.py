@@ -427,11 +427,10 @@ class RawRow(NamedTuple):
 
 def locate_rows(
     sources: Sequence[Source], report: Report, share: float = 0.0, held_out: bool = False
-) -> Iterator[RawRow | None]:
-    """Stream the rows of all sources in order, and count them in a new report.
+) -> Iterator[RawRow]:
+    """Stream the wanted rows of all sources in order, and count all rows in a new report.
 
-    None stands for a row that is not wanted. A file that cannot be read comes as a DataError in the place of its next
-    row.
+    A file that cannot be read comes as a DataError in the place of its next row.
 
     Args:
         share: the share of the rows that is held out for evaluation.
@@ -449,7 +448,6 @@ def locate_rows(
                         yield RawRow(index, where, row, place > 0)
                 else:
                     report.note("in the other part of data.eval_fraction", where)
-                    yield None
         except DataError as error:
             yield RawRow(index, where, error)
 

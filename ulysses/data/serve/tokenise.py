@@ -179,8 +179,7 @@ class Tokenising:
         """Yield what `encode` makes of batches of rows, in the order of the rows, and count it in `report`."""
         rows = locate_rows(self.sources, report, self.settings.eval_fraction, self.held_out)
         rows = progress(rows, desc="tokenising", unit="rows", delay=BAR_AFTER_SECONDS)
-        batches = _batches(filter(None, rows))
-        for encoded, counted in in_order(self.encode, batches, self.settings.workers):
+        for encoded, counted in in_order(self.encode, _batches(rows), self.settings.workers):
             report.add(counted)
             yield encoded
 
@@ -195,8 +194,8 @@ class Tokenising:
         variables = self.template.variables if self.template else ()
         # Rendering all rows before tokenising them takes a sixth less time than both for one row after the other.
         for row in rows:
-            source, note = self.sources[row.source], partial(report.note, where=row.where)
-            with may_drop(row.where):
+            source = self.sources[row.source]
+            with may_drop(row.where) as note:
                 if self.kind == "trajectory":
                     from ulysses.data.read.trajectories import read_trajectory
 
@@ -212,8 +211,7 @@ class Tokenising:
                     with may_drop(row.where):
                         rendered.append((row, record, self._render(record, note)))
         for row, record, texts in rendered:
-            with may_drop(row.where):
-                note = partial(report.note, where=row.where)
+            with may_drop(row.where) as note:
                 encoded.append(self._example(row, record, texts, note))
         if self.kind == "text":
             return encoded, report
