@@ -227,10 +227,10 @@ class WeightFiles:
                 f"{path.absolute()} was trained on a base of {self.quantize} numbers, which is read no more; merge the "
                 "adapter into its base with PEFT"
             )
-        tensors = NamedTensors(self.folder)
+        stored = NamedTensors(self.folder)
         for name, tensor in _stored_tensors(path).items():
-            tensors[text_name(name.removeprefix("base_model.model."))] = tensor
-        for name, tensor in tensors.items():
+            name = text_name(name.removeprefix("base_model.model."))
+            stored[name] = tensor
             self.dtype = tensor.dtype
             stem, _, kind = name.partition(".lora_")
             if stem in ("score.weight", *VOCABULARY):
