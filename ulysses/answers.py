@@ -168,7 +168,7 @@ class Trained:
 def chat(trained: Trained) -> None:
     """Answer what is typed, line by line, until an empty one or the end of the input."""
     show = transformers.TextStreamer(trained.tokenizer, True, skip_special_tokens=True)
-    messages: list[Message] = []
+    messages = []
     with suppress(EOFError):
         for line in iter(partial(input, "> "), ""):
             messages.append(Message("user", line))

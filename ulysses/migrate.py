@@ -92,10 +92,10 @@ def translate(theirs: Values, path: Path, gpus: int) -> str:
     kinds = _kinds(theirs, path.parent)
     # the prefixes that a rule may have, the one that says most first
     owners = [*(f"{kind}:{system}" for kind in kinds), *kinds, system, method]
-    settings: Values = {}
-    comments: dict[str, str] = {}
-    remarks: list[str] = []
-    refused: list[Refusal] = []
+    settings = {}
+    comments = {}
+    remarks = []
+    refused = []
     # the stage first, because other rules depend on it
     for name in sorted(theirs, key=lambda name: name not in ("stage", "rl")):
         for value in [theirs[name]] if name in NAMES["ours"] else as_list(theirs[name]):
@@ -375,7 +375,7 @@ def _kinds(theirs: Values, folder: Path) -> list[str]:
 
 def _source(entry: Values | str, stage: str, refused: list[Refusal]) -> Values | str:
     """Turn one of their data sets, a path or a description, into ours; refuse what would change its rows."""
-    source: Values = {}
+    source = {}
     reasons = NAMES["row_reasons"]
     for name, value in flat({"path": entry} if isinstance(entry, str) else entry).items():
         name = name.removeprefix("columns.")

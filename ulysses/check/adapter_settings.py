@@ -14,7 +14,6 @@ from ulysses.config.schema import (
     Config,
     LoraSection,
 )
-from ulysses.config.section import Values
 from ulysses.stages.base import Stage
 
 
@@ -93,7 +92,7 @@ def choose_base(stage: Stage, folder: Path) -> Config:
     ours = lora.rank, lora.alpha, lora.rslora, {*lora.targets}, bool(lora.train)
     has_whole_base = not (base_folder(folder, need_weights=False) / ADAPTER_CONFIG).is_file()
     compares = not all(model.path for model in stage.requirements.models)
-    model: Values = {"lora": lora.model_copy(update={"merge": True})}
+    model = {"lora": lora.model_copy(update={"merge": True})}
     if theirs == ours and has_whole_base and not compares:
         model = dict(zip(("path", "revision"), name_of_base(folder)))
     return config.model_copy(update={"model": config.model.model_copy(update=model)})

@@ -195,7 +195,7 @@ class Section(BaseModel):
 
 def flat(tables: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Return nested tables as one table whose keys are dotted; an empty table is a value."""
-    table: dict[str, object] = {}
+    table = {}
     for key, value in tables.items():
         nested = isinstance(value, Mapping) and value
         table |= flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}

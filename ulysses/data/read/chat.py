@@ -127,7 +127,7 @@ class ChatTemplate:
         # templates name the types of parts, too
         self._keys_read = names - {*MEDIA_KEYS}
         self.variables = meta.find_undeclared_variables(tree) - RESERVED
-        self.with_tools: ChatTemplate | None = None
+        self.with_tools = None
         if not for_tools:
             if template_text(tokenizer, template, True) != self.text:
                 self.with_tools = ChatTemplate(tokenizer, template, variables, True)
@@ -159,7 +159,7 @@ class ChatTemplate:
         answer = {"role": "assistant", "content": "2"}
         context = {**self._context, "tools": None}
         # some templates render nothing without a tool
-        self._sample_tools: list[TemplateMessage] = []
+        self._sample_tools = []
         try:
             self._render(context, [QUESTION])
         except DropRowError:
@@ -280,8 +280,8 @@ class ChatTemplate:
         note: Callable[[str], None] | None,
     ) -> dict[str, dict[int, Span]]:
         """Render the texts that hold the answers, the last one's first; return where in them each answer stands."""
-        texts, problems = dict[str, dict[int, Span]](), list[DropRowError]()
-        text, places = "", dict[int, Span]()  # the newest text, and where answers stand in it
+        texts, problems = {}, []
+        text, places = "", {}  # the newest text, and where answers stand in it
         for i in reversed(answers):
             try:
                 if i not in places:

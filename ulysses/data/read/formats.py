@@ -180,7 +180,7 @@ def _renamed(row: Row, source: Source) -> dict[str, object]:
 
 def column_of(row: Row, name: str) -> object:
     """Return a column of the row; "a.b" is the key b of the object a, unless the row has a column of that name."""
-    value: object = row
+    value = row
     for key in (name,) if name in row else name.split("."):
         if not isinstance(value, Mapping) or key not in value:
             raise BadRowError(

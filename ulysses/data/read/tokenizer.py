@@ -54,7 +54,7 @@ def load_tokenizer(path: str | Path, **special: str) -> PreTrainedTokenizerFast:
     file = Path(expanduser(path))
     try:
         if file.is_file():
-            tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(file))
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
         # a folder of vocab.json and merges.txt: few need this import, which takes seconds
         elif file.is_dir() and not (file / "tokenizer.json").exists():
             from transformers import AutoTokenizer
@@ -223,12 +223,12 @@ class TextEncoder:
         encode_text = cache(self.encode_text)  # answers to one prompt have its text in common
         encoded = []
         for rendered in texts:
-            tokens: list[int] = []
-            weights: list[float] = []
-            before: str | int = 0
+            tokens = []
+            weights = []
+            before = 0
             for part, weight in rendered:
                 ids = encode_text(part) if isinstance(part, str) else [part]
-                prompt_ids: list[int] = []
+                prompt_ids = []
                 if as_whole and weight and isinstance(before, str) and NEWLINE.match(str(part)):
                     prompt_ids = encode_text(before)
                     ids = self.encode_text(f"{before}{part}")
@@ -245,7 +245,7 @@ class TextEncoder:
 
     def split_special(self, parts: Rendered) -> Rendered:
         """Cut texts with weights into plain texts and the ids of the special tokens between them, BOS before all."""
-        rendered: Rendered = []
+        rendered = []
         for text, weight in parts:
             for i, piece in enumerate(self.special_pattern.split(text)):
                 plain = piece.replace(GUARD, "").replace(BEGUN, "")

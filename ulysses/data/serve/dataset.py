@@ -75,16 +75,14 @@ class TokenizedDataset:
         self.share_prompts = share_prompts
         self.fingerprint = f"{self.folder.name} {share_prompts}"
         index = json.loads((self.folder / "index.json").read_text())
-        self.kind: str = index["kind"]
+        self.kind = index["kind"]
         self.report = Report(**index["report"])
-        arrays: dict[str, np.ndarray] = {
+        arrays = {
             path.stem: np.memmap(path, path.suffix[1:], "r")
             for path in self.folder.iterdir()
             if path.suffix != ".json"
         }
         self._tokens = arrays.pop("tokens")
-        of_tokens = [name for name in arrays if name.startswith("token_")]
-        self.token_columns = {name: arrays.pop(name) for name in of_tokens}
         ones = np.broadcast_to(np.float32(1), len(self._tokens))
         self._weights = arrays.pop("weights", ones)
         sizes = np.array(arrays["_sizes"]).reshape(-1, 3)  # as tokenise.py writes them
@@ -100,15 +98,22 @@ class TokenizedDataset:
         self.sequence_lengths, self.prefix_lengths = np.zeros((2, *exists.shape), np.int64)
         self.sequence_lengths[exists] = own
         self.prefix_lengths[exists] = prefixes
-        self.lengths: np.ndarray = self.sequence_lengths.sum(axis=1)
-        self.sources: np.ndarray = arrays["_source"]
+        self.lengths = self.sequence_lengths.sum(axis=1)
+        self.sources = arrays["_source"]
         sources = sources or [Source(str(folder))]
         self.source_paths = [source.path for source in sources]
         self.source_names = [source.name for source in sources]
         examples = np.bincount(self.sources, minlength=len(sources)).tolist()
         self._note_unused(sources, examples)
         self.source_weights = source_weights(sources, examples, stopping_strategy)
-        self.columns = {name: array for name, array in arrays.items() if name[0] != "_"}
+        self.token_columns = {
+            name: array for name, array in arrays.items() if name.startswith("token_")
+        }
+        self.columns = {
+            name: array
+            for name, array in arrays.items()
+            if not name.startswith(("_", "token_"))
+        }
         if "_prompt" in arrays:  # prompts are numbered in the order of the examples
             _, first, ids = np.unique(arrays["_prompt"], return_index=True, return_inverse=True)
             self.columns["prompt_id"] = first.argsort().argsort()[ids]
@@ -138,7 +143,7 @@ class TokenizedDataset:
         prompt = int(numbers.get("prompt_id", index)) if self.share_prompts else None
         end = self._ends[index]
         of_example = self._sequences[end - self._counts[index] : end].tolist()
-        sequences: list[Sequence] = []
+        sequences = []
         for start, own_start, whole, prefix, rank in of_example:
             per_token = {}
             for name, values in self.token_columns.items():

@@ -199,7 +199,7 @@ def _fill(
         choose: `min` takes the bin that holds least of `sizes`, `max` the one that holds most.
     """
     room, load = list(room), [0.0] * len(room)
-    bins: list[list[int]] = [[] for _ in room]
+    bins = [[] for _ in room]
     for i in sorted(range(len(tokens)), key=lambda i: sizes[i], reverse=True):
         open_bins = [b for b, left in enumerate(room) if left >= tokens[i]]
         if not open_bins:

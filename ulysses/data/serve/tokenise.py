@@ -188,8 +188,8 @@ class Tokenising:
     def encode(self, rows: list[RawRow]) -> tuple[Any, Report]:
         """Return the columns of the rows' examples end to end, or the parts of documents; and what was counted."""
         report = Report()
-        rendered: list[tuple[RawRow, Record, list[Rendered]]] = []
-        encoded: list[Any] = []
+        rendered = []
+        encoded = []
         may_drop = partial(dropping, report, self.settings.bad_rows)
         variables = self.template.variables if self.template else ()
         # Rendering all rows before tokenising them takes a sixth less time than both for one row after the other.
@@ -237,7 +237,7 @@ class Tokenising:
                 note("turns after the last answer left out")
         # answers to one prompt are cut together; turns that are trained separately are cut each for itself
         groups = [[turn] for turn in encoded] if is_conversation else [encoded]
-        sequences: list[Encoded] = []
+        sequences = []
         problems, longest = [], 0
         for group in groups:
             try:
@@ -267,7 +267,7 @@ class Tokenising:
             sizes += [len(ids), prefix, rank]
             tokens += ids
             weights += weights_of_ids
-        columns: Columns = {
+        columns = {
             **record.numbers,
             "tokens": np.array(tokens, np.int32),
             "weights": np.array(weights, np.float32),
@@ -360,7 +360,7 @@ class Tokenising:
 
 def _batches(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:
     """Group rows, fewer of them where they are long as text."""
-    batch: list[RawRow] = []
+    batch = []
     size = 0
     for row in rows:
         batch.append(row)
@@ -395,7 +395,7 @@ def _cut_documents(
 
 def _write_columns(folder: Path, chunks: Iterable[Columns], report: Report) -> None:
     """Write chunks of examples as they come, a file for each column, and count the examples."""
-    files: dict[str, Any] = {}
+    files = {}
     with ExitStack() as stack:
         for chunk in chunks:
             for name, values in chunk.items():
