@@ -210,10 +210,8 @@ class WeightFiles:
                 f"{self.folder.absolute()} holds an adapter and a whole model; remove one of them"
             )
         self.adapter = read_adapter_config(self.folder)
-        rank, parameters = self.adapter["r"], self.adapter.get("target_parameters") or ()
-        scale = lora_scale(
-            rank, self.adapter.get("lora_alpha") or 8, bool(self.adapter.get("use_rslora"))
-        )
+        rank, parameters = self.adapter["r"], self.adapter["target_parameters"]
+        scale = lora_scale(rank, self.adapter["lora_alpha"], self.adapter["use_rslora"])
         base = WeightFiles(base_folder(self.folder))
         self.tensors, self._adapters = dict(base.tensors), base._adapters
         is_tied = LM_HEAD not in base.tensors and self.adapter.get("task_type") != "SEQ_CLS"
@@ -227,10 +225,10 @@ class WeightFiles:
                 f"{path.absolute()} was trained on a base of {self.quantize} numbers, which is read no more; merge the "
                 "adapter into its base with PEFT"
             )
-        tensors = NamedTensors(self.folder)
+        stored = NamedTensors(self.folder)
         for name, tensor in _stored_tensors(path).items():
-            tensors[text_name(name.removeprefix("base_model.model."))] = tensor
-        for name, tensor in tensors.items():
+            name = text_name(name.removeprefix("base_model.model."))
+            stored[name] = tensor
             self.dtype = tensor.dtype
             stem, _, kind = name.partition(".lora_")
             if stem in ("score.weight", *VOCABULARY):

@@ -29,7 +29,7 @@ from ulysses.config.section import ConfigError, Values
 from ulysses.data import DropRowError
 from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.formats import Record, dropping, read_row
-from ulysses.data.read.messages import Message, Row
+from ulysses.data.read.messages import Message, Row, as_list
 from ulysses.data.read.sources import Report, locate_rows, parse_sources
 from ulysses.data.read.tokenizer import load_tokenizer
 from ulysses.export import export_checkpoint, merge_adapter
@@ -44,10 +44,13 @@ UNTOLD = "bos_token_id eos_token_id pad_token_id transformers_version".split()
 def load_model(model_class: type[transformers.PreTrainedModel], folder: Path) -> Any:
     """Load a model from safetensors; raise an error for weights that are missing, unknown, misshapen or not finite."""
     weight_paths(folder)
-    options = {"use_safetensors": True, "output_loading_info": True, "return_dict": True}
-    # weights of a wrong shape are then in the report, too
     model, report = model_class.from_pretrained(
-        folder, dtype="auto", ignore_mismatched_sizes=True, **options
+        folder,
+        dtype="auto",
+        use_safetensors=True,
+        return_dict=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # weights of a wrong shape are then in the report, too
     )
     for wrong in report.pop("mismatched_keys"):
         raise ValueError("its {} is {}, but config.json says {}".format(*wrong))
@@ -102,7 +105,7 @@ class Trained:
         written = read_json(path) if path.exists() else {}
         file, size = path.name if "eos_token_id" in written else CONFIG, self.shape.vocab_size
         ends = written.get("eos_token_id", self.shape.eos_token_id)
-        for end in ends if isinstance(ends, list) else [ends]:
+        for end in as_list(ends):
             if end is not None and (type(end) is not int or not 0 <= end < size):
                 raise ValueError(
                     f"eos_token_id in {file} is {ends!r}, but must be a number, or a list of numbers, below the "
@@ -165,7 +168,7 @@ class Trained:
 def chat(trained: Trained) -> None:
     """Answer what is typed, line by line, until an empty one or the end of the input."""
     show = transformers.TextStreamer(trained.tokenizer, True, skip_special_tokens=True)
-    messages: list[Message] = []
+    messages = []
     with suppress(EOFError):
         for line in iter(partial(input, "> "), ""):
             messages.append(Message("user", line))
@@ -181,12 +184,11 @@ def read(
     The model is loaded when the first row is read. Raises DataError for a missing or broken file or row.
     """
     sources = parse_sources(rows)
-    for row in filter(None, locate_rows(sources, report)):
-        note = partial(report.note, where=row.where)
-        with dropping(report, "error", row.where):
+    for row in locate_rows(sources, report):
+        with dropping(report, "error", row.where) as note:
             for record in read_row(row.value, sources[row.source], kind, note):
-                tokens = partial(load().tokens, record)
-                yield record.row, [tokens(*answer) for answer in record.answers]
+                trained = load()
+                yield record.row, [trained.tokens(record, *each) for each in record.answers]
 
 
 def write(load: Callable[[], Trained], rows: str, out: Path, *, reward: bool) -> None:
@@ -253,9 +255,9 @@ def main(arguments: Sequence[str]) -> int:
         )
     args = parser.parse_args(rest)
     if not reward:
-        options = {"max_new_tokens": args.tokens} | (
-            {"do_sample": False} if args.greedy else {}
-        )
+        options["max_new_tokens"] = args.tokens
+        if args.greedy:
+            options["do_sample"] = False
     try:
         if not reward and args.tokens < 1:
             raise ValueError(f"--tokens is {args.tokens} but must be at least 1")

@@ -22,6 +22,7 @@ import yaml
 from ulysses.config.command_line import check, contradictions, foreign_names, known_keys, put
 from ulysses.config.section import SECRETS, ConfigError, Values, existing, flat, refuse
 from ulysses.config.stage_sections import LEARNING_RATES
+from ulysses.data.read.messages import as_list
 
 NOTHING = (None, "", "auto", -1, [], {})  # values with which a setting asks for nothing
 NAMES = foreign_names()
@@ -91,19 +92,19 @@ def translate(theirs: Values, path: Path, gpus: int) -> str:
     kinds = _kinds(theirs, path.parent)
     # the prefixes that a rule may have, the one that says most first
     owners = [*(f"{kind}:{system}" for kind in kinds), *kinds, system, method]
-    settings: Values = {}
-    comments: dict[str, str] = {}
-    remarks: list[str] = []
-    refused: list[Refusal] = []
+    settings = {}
+    comments = {}
+    remarks = []
+    refused = []
     # the stage first, because other rules depend on it
     for name in sorted(theirs, key=lambda name: name not in ("stage", "rl")):
-        for value in [theirs[name]] if name in NAMES["ours"] else _entries(theirs[name]):
+        for value in [theirs[name]] if name in NAMES["ours"] else as_list(theirs[name]):
             stage = settings.get("stage", "")
             kind, rule = _rule(name, value, owners, stage)
             if kind == "ours":
                 if rule["key"] in ("data.train", "data.eval"):
                     sources = []
-                    for entry in _entries(value):
+                    for entry in as_list(value):
                         if isinstance(entry, dict) and (unknown := entry.pop("unknown", "")):
                             remarks.append(f"{name} = {entry['path']}: {unknown}")
                         sources.append(_source(entry, stage, refused))
@@ -198,7 +199,7 @@ def _ours(value: object, rule: Values, stage: str) -> tuple[str, str, Values]:
     if choices:
         # the text of a chat template may stand in place of its name
         template = value if "{%" in str(value) or "{{" in str(value) else None
-        chosen = [choices.get(str(each).lower(), template) for each in _entries(value)]
+        chosen = [choices.get(str(each).lower(), template) for each in as_list(value)]
         chosen = [choice for choice in chosen if choice != ""] or [""]
         value = chosen[0] if len(chosen) == 1 else None
     if value is None:
@@ -317,15 +318,15 @@ def _flat(theirs: Values, system: str) -> Values:
 
 def _weighted_rewards(theirs: Values) -> Values:
     """Take the settings of rewards out, and return the weight of each reward model and reward function."""
-    names = _entries(theirs["reward_funcs"])
+    names = as_list(theirs["reward_funcs"])
     functions = [re.sub(r"\.(\w+)$", r":\1", name) for name in names]
     if of_trl := [name for name in functions if ":" not in name]:
         raise ConfigError(
             f"reward_funcs = {of_trl[0]} has no counterpart here; it is TRL's own function, so write module.function "
             "of yours"
         )
-    rewards = _entries(theirs.pop("reward_model_name_or_path", [])) + functions
-    weights = _entries(theirs.pop("reward_weights", [1.0] * len(rewards)))
+    rewards = as_list(theirs.pop("reward_model_name_or_path", [])) + functions
+    weights = as_list(theirs.pop("reward_weights", [1.0] * len(rewards)))
     return dict(zip(rewards, weights, strict=True))
 
 
@@ -374,7 +375,7 @@ def _kinds(theirs: Values, folder: Path) -> list[str]:
 
 def _source(entry: Values | str, stage: str, refused: list[Refusal]) -> Values | str:
     """Turn one of their data sets, a path or a description, into ours; refuse what would change its rows."""
-    source: Values = {}
+    source = {}
     reasons = NAMES["row_reasons"]
     for name, value in flat({"path": entry} if isinstance(entry, str) else entry).items():
         name = name.removeprefix("columns.")
@@ -386,7 +387,7 @@ def _source(entry: Values | str, stage: str, refused: list[Refusal]) -> Values |
             if re.fullmatch(pattern, f"{key or name}={value}"):
                 for our_key, our_value in flat(settings).items():
                     put(source, our_key, our_value)
-        choices = (f"{name}={each}" for each in _entries(value))
+        choices = (f"{name}={each}" for each in as_list(value))
         refused += [(name, value, reasons[choice]) for choice in choices if choice in reasons]
         if value in NOTHING or key == f"columns.{value}" or allowed == []:
             continue
@@ -405,17 +406,12 @@ def existing_path(path: str, folder: Path) -> Path:
     return next((place / path for place in places if (place / path).exists()), Path(path))
 
 
-def _entries(value: object) -> list:
-    """Return a list as it is, and a single value as a list."""
-    return value if isinstance(value, list) else [value]
-
-
 def _listed(value: object) -> list:
     """Return a list; a text is one whose entries commas separate."""
     return (
         [each.strip() for each in value.split(",")]
         if isinstance(value, str)
-        else _entries(value)
+        else as_list(value)
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from models.arch import ModelConfig
-from models.expert_files import MLP_TARGETS
+from models.expert_files import EXPERT_PARTS, MLP_TARGETS
 from models.folders import ADAPTER_CONFIG, base_folder, name_of_base, read_adapter_config
 from models.kinds import empty_model
 from ulysses.config.schema import (
@@ -14,7 +14,6 @@ from ulysses.config.schema import (
     Config,
     LoraSection,
 )
-from ulysses.config.section import Values
 from ulysses.stages.base import Stage
 
 
@@ -85,15 +84,15 @@ def choose_base(stage: Stage, folder: Path) -> Config:
     if not (folder / ADAPTER_CONFIG).is_file():
         return config
     lora, raw = config.model.lora, read_adapter_config(folder)
-    named = [*(raw.get("target_modules") or ()), *(raw.get("target_parameters") or ())]
+    named = [*raw["target_modules"], *raw["target_parameters"]]
     lasts = [str(name).removesuffix(".weight").rpartition(".")[2] for name in named]
-    targets = {*" ".join(lasts).replace("gate_up_proj", "gate_proj up_proj").split()}
-    whole = "embed_tokens" in (raw.get("modules_to_save") or ())
-    theirs = raw["r"], raw.get("lora_alpha") or 8, bool(raw.get("use_rslora")), targets, whole
+    targets = {target for last in lasts for target in EXPERT_PARTS.get(last, (last,))}
+    whole = "embed_tokens" in raw["modules_to_save"]
+    theirs = raw["r"], raw["lora_alpha"], raw["use_rslora"], targets, whole
     ours = lora.rank, lora.alpha, lora.rslora, {*lora.targets}, bool(lora.train)
     has_whole_base = not (base_folder(folder, need_weights=False) / ADAPTER_CONFIG).is_file()
     compares = not all(model.path for model in stage.requirements.models)
-    model: Values = {"lora": lora.model_copy(update={"merge": True})}
+    model = {"lora": lora.model_copy(update={"merge": True})}
     if theirs == ours and has_whole_base and not compares:
         model = dict(zip(("path", "revision"), name_of_base(folder)))
     return config.model_copy(update={"model": config.model.model_copy(update=model)})

@@ -62,7 +62,7 @@ def prepare(
     shape = folder = tokenizer = tokenizer_path = template = None
     weights = kernel = resume_from = None
     attention, other_weights, disk_warning = model.attention, {}, ""
-    errors: list[object] = []
+    errors = []
 
     # ---------------------------------------------------------------- files, each of which may be absent
     with collecting(errors):

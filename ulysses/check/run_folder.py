@@ -58,7 +58,7 @@ BEGINNING = re.compile(rb'\{\s*"stage": ')  # of a run's config.json
 def check_folders(
     config: Config,
     folder: Path | None,
-    tokenizer_path: Path | None,
+    tokenizer_path: Path,
     weights: InitialWeights,
     others: Mapping[str, InitialWeights],
     resume_from: Path | None,
@@ -76,10 +76,9 @@ def check_folders(
     read.append(("data.cache", Path(data.cache)))
     if folder:
         read.append((TRAINED_MODEL, folder))
-    if config.model.tokenizer and tokenizer_path:
-        read.append(("model.tokenizer", tokenizer_path))
     for setting, model in {TRAINED_MODEL: weights, **others}.items():
         read += [(setting, folder) for folder in {path.parent for path in model.paths}]
+    read.append(("model.tokenizer", tokenizer_path))
     parts = [output / name for name in ("checkpoints", "tokenizer", "export")]
     for part in (output, *parts):
         check_apart("run.output", part, read)

@@ -34,10 +34,15 @@ from ulysses.config.section import (
 from ulysses.config.stage_sections import LEARNING_RATES
 
 MOST_LR = 10.0
-# In ppo.sampler_reload, the JSON that a server is sent: a path with parameters, or a field that holds a secret.
+# What the JSON of ppo.sampler_reload, which servers are sent, may not hold either.
 SECRET_FIELDS = re.compile(
-    r'"/[^"]*[?#;@&=]|"[^"]*(key|token|secret|passw(or)?d|pwd|auth(orization)?|bearer|credentials?|cookie)":',
-    re.I,
+    r"""
+    # a path with parameters
+    "/[^"]*[?#;@&=]
+    # a field that holds a secret
+    | "[^"]*(key|token|secret|passw(or)?d|pwd|auth(orization)?|bearer|credentials?|cookie)":
+    """,
+    re.I | re.X,
 )
 Table = TypeVar("Table", bound=BaseModel)
 
@@ -91,9 +96,9 @@ def check(values: dict[str, object], table: type[Table] = Config) -> Table:
 
 def _sentences(error: ValidationError, keys: dict[str, FieldInfo]) -> list[str]:
     """Put each of pydantic's errors into one sentence, those about unknown keys before all others."""
-    unknown: list[str] = []
+    unknown = []
     # by key, because each type that a setting may have refuses its value with an error of its own
-    wrong: dict[str, str] = {}
+    wrong = {}
     for problem in error.errors():
         message, given = problem["msg"], repr(problem["input"])
         key = ".".join(map(str, problem["loc"]))
@@ -154,7 +159,7 @@ def explain_unknown(key: str, keys: list[str]) -> str:
 
 def still_known(values: Values) -> Values:
     """Return those of a checkpoint's settings that this version has; the version that wrote it may have had others."""
-    kept: Values = {}
+    kept = {}
     for key in known_keys():
         # a table whose keys the user chose is one setting; another version may have had a value in a table's place
         with suppress(KeyError, TypeError):
@@ -166,7 +171,7 @@ def still_known(values: Values) -> Values:
 
 def known_keys(table: type[BaseModel] = Config, prefix: str = "") -> dict[str, FieldInfo]:
     """Return pydantic's description of every setting by its dotted key, in the order of the schema."""
-    keys: dict[str, FieldInfo] = {}
+    keys = {}
     for name, info in table.model_fields.items():
         if hasattr(info.annotation, "model_fields"):
             keys |= known_keys(info.annotation, f"{prefix}{name}.")
@@ -337,7 +342,7 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
     if stage and stage.requirements.rollout:
         tables -= {"ppo"}  # where the settings of sampling stand
     # settings that the run does not read, by the beginnings of their names, under the reason
-    unread: dict[str, tuple[str, ...]] = {
+    unread = {
         f"stage {config.stage!r} reads no settings of {name}; remove them, or set stage = {name!r}": (
             f"{name}.",
         )

@@ -18,21 +18,30 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-# What an address has beside host, port and path, with or without http:// before it (the revision in hf://...@main is
-# none of this), and keys of well-known services, by their forms.
+# Texts that no setting may hold.
 CREDENTIALS = re.compile(
-    r"""(?<!hf)://[^\s"'?#;@&=]*[?#;@&=][^\s"']+|[?#;&]\w*(key|token|secret|passw\w*|sig\w*)=[^\s"']+|"""
-    r"""\b\w+:[^\s:/@"',]+@\w[^\s"']*|\b(hf_|sk-(\w+-)*|gh[opsu]_|github_pat_|glpat-|xai-|gsk_|nvapi-|AKIA|AIza|eyJ)"""
-    r"[A-Za-z0-9]{16,}[\w.-]*",
-    re.I,
+    r"""
+    # what stands in an address beside host, port and path, but for the revision in hf://...@main
+    (?<!hf)://[^\s"'?#;@&=]*[?#;@&=][^\s"']+
+    # parameters, and a name with a password, of an address without its beginning
+    | [?#;&]\w*(key|token|secret|passw\w*|sig\w*)=[^\s"']+
+    | \b\w+:[^\s:/@"',]+@\w[^\s"']*
+    # keys of well-known services
+    | \b(hf_|sk-(\w+-)*|gh[opsu]_|github_pat_|glpat-|xai-|gsk_|nvapi-|AKIA|AIza|eyJ)[A-Za-z0-9]{16,}[\w.-]*
+    """,
+    re.I | re.X,
 )
-# Texts that no output shows: CREDENTIALS, what follows "Bearer", and keys of Weights & Biases. Of these keys the older
-# ones have 40 hexadecimal digits, as many as the revision of a model, which is shown.
+# Texts that no output shows.
 SECRETS = re.compile(
     CREDENTIALS.pattern
-    + r"""|\bBearer\s+[^\s"']+|\bwandb_v\d+_\w+|\blocal-[0-9a-f]{40}"""
-    + r"""|(?<![\w/-])(?<!revision )(?<!revision = ")[0-9a-f]{40}(?![\w/-])""",
-    re.I,
+    + r"""
+    | \bBearer\s+[^\s"']+
+    # keys of Weights & Biases; older ones have 40 hexadecimal digits, as a revision of a model, which is shown
+    | \bwandb_v\d+_\w+
+    | \blocal-[0-9a-f]{40}
+    | (?<![\w/-])(?<!revision\ )(?<!revision\ =\ ")[0-9a-f]{40}(?![\w/-])
+    """,
+    re.I | re.X,
 )
 Values = dict[str, Any]  # unchecked settings by their names, as TOML, YAML or JSON hold them
 # half of a pair of UTF-16, which is no character by itself
@@ -128,6 +137,13 @@ def _local(value: object) -> object:
     return absolute(value) if exists and value not in WORDS else value
 
 
+def _template(value: str) -> str:
+    """Make the path of a chat template absolute; the name of one, and the text of one, stay."""
+    is_text = "{{" in value or "{%" in value
+    is_path = "/" in value or value.endswith(".jinja")
+    return absolute(value) if is_path and not is_text else value
+
+
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 # Values that mean no path, even where there is a file of this name.
@@ -136,13 +152,7 @@ LocalPath = Annotated[str, AfterValidator(absolute)]
 PathOrWord = Annotated[str, AfterValidator(lambda x: x if x in WORDS else absolute(x))]
 LOCAL = AfterValidator(_local)
 PathOrName = Annotated[str, LOCAL]
-TemplateName = Annotated[
-    # a path has a / or ends with .jinja; a template's own text has {{ or {%
-    str,
-    AfterValidator(
-        lambda x: absolute(x) if re.search(r"^(?!.*\{[{%]).*(/|\.jinja$)", x, re.S) else x
-    ),
-]
+TemplateName = Annotated[str, AfterValidator(_template)]
 
 
 class Section(BaseModel):
@@ -186,7 +196,7 @@ class Section(BaseModel):
 
 def flat(tables: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Return nested tables as one table whose keys are dotted; an empty table is a value."""
-    table: dict[str, object] = {}
+    table = {}
     for key, value in tables.items():
         nested = isinstance(value, Mapping) and value
         table |= flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}

@@ -27,6 +27,7 @@ from ulysses.data.read.thinking import (
     Span,
     TemplateMessage,
     assistant_indices,
+    hidden_messages,
     is_complete,
     spellings,
     split_thinking,
@@ -41,11 +42,9 @@ from ulysses.data.read.tokenizer import (
     PreTrainedTokenizerFast,
     Rendered,
     TextEncoder,
-    at_marks,
     finishes,
-    marked_spans,
     template_text,
-    unmarked,
+    without_marks,
 )
 
 GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
@@ -121,7 +120,6 @@ class ChatTemplate:
             raise DataError(
                 f"chat template {template} cannot render one question: {error}"
             ) from None
-        self.marks_generation = OPEN in answered
         self._opening = opened.removeprefix(closed)  # of the assistant's turn
         tree = environment.parse(marked)
         names = {node.attr for node in tree.find_all(nodes.Getattr)}
@@ -129,7 +127,7 @@ class ChatTemplate:
         # templates name the types of parts, too
         self._keys_read = names - {*MEDIA_KEYS}
         self.variables = meta.find_undeclared_variables(tree) - RESERVED
-        self.with_tools: ChatTemplate | None = None
+        self.with_tools = None
         if not for_tools:
             if template_text(tokenizer, template, True) != self.text:
                 self.with_tools = ChatTemplate(tokenizer, template, variables, True)
@@ -161,7 +159,7 @@ class ChatTemplate:
         answer = {"role": "assistant", "content": "2"}
         context = {**self._context, "tools": None}
         # some templates render nothing without a tool
-        self._sample_tools: list[TemplateMessage] = []
+        self._sample_tools = []
         try:
             self._render(context, [QUESTION])
         except DropRowError:
@@ -185,17 +183,15 @@ class ChatTemplate:
         # stands in the content. Blocks are counted in the answer alone: SmolLM3's system text names the tags, too.
         in_content = {**answer, "content": "<think>\n1\n</think>\n\n2"}
         in_key = {**answer, "reasoning_content": "1"}
-
-        def thinking_blocks(written: TemplateMessage) -> int:
-            text = self._render(context, [QUESTION, written]).removeprefix(closed)
-            return text.count("</think>")
-
-        self._moves_thinking = False
+        blocks = []
         with suppress(DropRowError):
-            adds_a_block = thinking_blocks(in_content) == 2
-            self._moves_thinking = adds_a_block and thinking_blocks(in_key) == 1
-        answered = self._render(context, [QUESTION, answer])
-        self._answered = unmarked(answered.removeprefix(closed))
+            for thinking in (in_content, in_key):
+                text = self._render(context, [QUESTION, thinking]).removeprefix(closed)
+                blocks.append(text.count("</think>"))
+        self._moves_thinking = blocks == [2, 1]
+        answered, marked_answers = self._render_marked(context, [QUESTION, answer])
+        self.marks_generation = marked_answers != []
+        self._answered = answered.removeprefix(closed)
         return [opened, closed, answered]
 
     def check_variables(self, variables: Mapping[str, object], setting: str) -> None:
@@ -261,7 +257,7 @@ class ChatTemplate:
         context = self._context | self.encoder.guard({**variables, "tools": tools or None})
         if not answers:
             begun = bool(messages) and messages[-1].begun > 0
-            text = unmarked(self._render(context, template_messages, not begun))
+            text = self._render(context, template_messages, not begun)
             self._check_shown(template_messages, context, text)
             return [self._weighed(text.partition(BEGUN)[0], {})]
         texts = self._render_answers(template_messages, context, answers, apart, note)
@@ -284,25 +280,24 @@ class ChatTemplate:
         note: Callable[[str], None] | None,
     ) -> dict[str, dict[int, Span]]:
         """Render the texts that hold the answers, the last one's first; return where in them each answer stands."""
-        texts, problems = dict[str, dict[int, Span]](), list[DropRowError]()
-        text, spans = "", {}  # the newest text, and where answers stand in it
+        texts, problems = {}, []
+        text, places = "", {}  # the newest text, and where answers stand in it
         for i in reversed(answers):
             try:
-                if i not in spans:
-                    own_text, own_spans = self._render_answer(messages, context, i)
-                    # the last answer's text may show where earlier answers stand, which then need no text
-                    if not texts:
-                        if self.marks_generation and not apart:
-                            spans = own_spans
-                        elif len(answers) > 2:
-                            spans = self._find_answers(messages, context, own_text, own_spans)
-                    spans[i] = own_spans[i]
+                if i not in places:
+                    own_text, own_places = self._render_answer(messages, context, i)
+                    # the last answer's text may show where the earlier ones stand, which then need no text of their own
+                    if not texts and self.marks_generation and not apart:
+                        places = own_places
+                    elif not texts and len(answers) > 2:
+                        places = self._find_answers(messages, context, own_text, own_places)
+                    places[i] = own_places[i]
                     # a longer text that begins with this one holds the answer at the same place
                     if not text.startswith(own_text.rstrip("\n")):
                         text = own_text
-                elif not is_complete(messages[i], text, spans[i]):
+                elif not is_complete(messages[i], text, places[i]):
                     raise DropRowError(LEFT_OUT)
-                texts.setdefault(text, {})[i] = spans[i]
+                texts.setdefault(text, {})[i] = places[i]
             except DropRowError as problem:
                 problems.append(problem)
         if problems and not (apart and texts):
@@ -346,7 +341,7 @@ class ChatTemplate:
         """Render answer `last` after its prompt; return the text, and where this answer and other marked ones are."""
         before, message, prompt = messages[:last], messages[last], ""
         try:
-            prompt = unmarked(self._render(context, before, True))
+            prompt = self._render(context, before, True)
         except DropRowError:
             if before and not self.marks_generation:
                 raise
@@ -375,18 +370,18 @@ class ChatTemplate:
         )
 
     def _check_shown(
-        self, messages: list[TemplateMessage], context: Context, prompt: str, anew: bool = False
+        self, messages: list[TemplateMessage], context: Context, prompt: str
     ) -> None:
-        """Raise DropRowError for a message whose text the prompt does not show, nor, `anew`, a number in its place."""
-        others = [*messages]
-        for i, message in enumerate(messages):
-            role = message["role"]
-            if role != "assistant" and message["content"].strip() not in prompt:
-                if anew:
-                    raise DropRowError(f"the chat template does not show a {role} message")
-                others[i] = message | {"content": f"{i:020}"}
-        if prompt and others != messages:
-            self._check_shown(others, context, self._render(context, others, True), anew=True)
+        """Raise DropRowError for a message that the prompt does not show."""
+        numbered = [*messages]
+        for i in hidden_messages(messages, prompt):
+            numbered[i] = messages[i] | {"content": f"{i:020}"}
+        if not prompt or numbered == messages:
+            return
+        # a template may write a text in another way, without its line breaks, but not a number in the text's place
+        for i in hidden_messages(numbered, self._render(context, numbered, True)):
+            role = messages[i]["role"]
+            raise DropRowError(f"the chat template does not show a {role} message")
 
     def _render_after(
         self, prompt: str, context: Context, messages: list[TemplateMessage]
@@ -395,10 +390,10 @@ class ChatTemplate:
 
         The last answer has no place if it does not continue the prompt.
         """
-        parts = at_marks(self._render(context, messages))
-        text, spans, last = "".join(parts), {}, len(messages) - 1
+        text, marked = self._render_marked(context, messages)
+        spans, last = {}, len(messages) - 1
         if self.marks_generation:
-            indices, marked = assistant_indices(messages), marked_spans(parts)
+            indices = assistant_indices(messages)
             if len(marked) != len(indices):
                 count = f"{len(marked)} of {len(indices)} assistant messages"
                 raise DropRowError(f"the chat template shows {count}")
@@ -407,8 +402,8 @@ class ChatTemplate:
             # Some prompts change once an answer follows: gpt-oss's template forgets the thinking before calls, and
             # Mistral-Nemo's shows the system text in the last message alone. A model continues the prompt, so the
             # answer is put there as the template writes it after a question of ours.
-            asked = unmarked(self._render(context, [QUESTION], True))
-            answered = unmarked(self._render(context, [QUESTION, messages[-1]]))
+            asked = self._render(context, [QUESTION], True)
+            answered = self._render(context, [QUESTION, messages[-1]])
             answer = answered.removeprefix(asked)
             if not (answered.startswith(asked) and text.endswith(answer)):
                 return text, {}
@@ -439,17 +434,16 @@ class ChatTemplate:
                 if not content or content != content.strip() or len(marked[i]) > 2:
                     return {}
                 marked[i] = {**marked[i], "content": OPEN + content + CLOSE}
-            parts = at_marks(self._render(context, marked))
+            found_text, found = self._render_marked(context, marked)
         except DropRowError:
             return {}
-        tail = parts[-1]
-        spans = {i: (a, b + len(tail)) for i, (a, b) in zip(indices, marked_spans(parts))}
-        is_certain = (
-            "".join(parts) == text
-            and len(parts) == 2 * len(indices) + 1
-            and {**first, **last}.items() <= spans.items()
-            and all(part.endswith(self._opening) for part in parts[:-1:2])
-            and all(part.startswith(tail) for part in parts[2::2])
+        if found_text != text or len(found) != len(indices):
+            return {}
+        tail = text[found[-1][1] :]
+        spans = {i: (start, end + len(tail)) for i, (start, end) in zip(indices, found)}
+        is_certain = {**first, **last}.items() <= spans.items() and all(
+            text[:start].endswith(self._opening) and text.startswith(tail, end)
+            for start, end in found
         )
         return spans if is_certain else {}
 
@@ -479,6 +473,12 @@ class ChatTemplate:
     def _render(
         self, context: Context, messages: list[TemplateMessage], opens: bool = False
     ) -> str:
+        return self._render_marked(context, messages, opens)[0]
+
+    def _render_marked(
+        self, context: Context, messages: list[TemplateMessage], opens: bool = False
+    ) -> tuple[str, list[Span]]:
+        """Render messages; return the text, and where in it the marked answers are."""
         parts, size = [], 0
         variables = {**context, **self._special_texts, "add_generation_prompt": opens}
         try:
@@ -493,7 +493,7 @@ class ChatTemplate:
             raise BadRowError(ENDLESS) from None
         except Exception as error:  # a template is code: it may fail in any way
             raise DropRowError(f"the chat template refuses it: {error}") from None
-        return "".join(parts)
+        return without_marks("".join(parts))
 
 
 def _raise_exception(message: str) -> None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, cycle
 from math import prod
 
@@ -35,7 +36,6 @@ from ulysses.data.read.sources import ANSWER_KEYS, FORMATS, PROMPT_KEYS, Report,
 
 RANKED_KEYS = ("completions", "responses", "answers", "outputs", "output")
 ALIASES = {"functions": "tools", "system_prompt": "system"}
-NOT_TRAINED = ("prompt", "scored")  # kinds of rows that a model answers or scores
 LABEL_KEYS = ("label", "kto_tag")
 # what is a label of ours in sft, where the labels of rows may be those of another task
 OUR_LABELS = ("true", "false", "none")
@@ -82,10 +82,13 @@ class Record:
 
 
 @contextmanager
-def dropping(report: Report, bad_rows: str, where: str) -> Iterator[None]:
-    """Drop and count a row that cannot be used; DataError if it breaks its format and `bad_rows` is "error"."""
+def dropping(report: Report, bad_rows: str, where: str) -> Iterator[Callable[[str], None]]:
+    """Drop and count a row that cannot be used; DataError if it breaks its format and `bad_rows` is "error".
+
+    The context is a function that counts what else the user should know of the row.
+    """
     try:
-        yield
+        yield partial(report.note, where=where)
     except DropRowError as error:
         report.drop(str(error), where)
     except (BadRowError, RecursionError) as error:
@@ -177,7 +180,7 @@ def _renamed(row: Row, source: Source) -> dict[str, object]:
 
 def column_of(row: Row, name: str) -> object:
     """Return a column of the row; "a.b" is the key b of the object a, unless the row has a column of that name."""
-    value: object = row
+    value = row
     for key in (name,) if name in row else name.split("."):
         if not isinstance(value, Mapping) or key not in value:
             raise BadRowError(
@@ -194,7 +197,8 @@ def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
         if not text.strip():
             raise DropRowError("empty text")
         return [Record([], [], text=text)]
-    row_format: str = source.format
+    # each message tells itself how it is written
+    row_format = "messages" if source.format == "sharegpt" else source.format
     if row_format == "auto":
         row_format = next((name for name in FORMATS if first_key(row, FORMATS[name])), "text")
     if row_format == "text":
@@ -246,7 +250,7 @@ def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
 def _check_marks(row: Row, kind: str) -> None:
     """Refuse a row whose own marks say that it counts otherwise than 1 in the loss."""
     # what stands beside a prompt is for the reward function, and a list beside messages has their marks
-    marks = {} if kind in NOT_TRAINED else row
+    marks = {} if kind in ("prompt", "scored") else row
     if first_key(row, FORMATS["messages"]):
         marks = {key: value for key, value in marks.items() if not isinstance(value, list)}
     if (weight := prod(weights_of(marks.items()))) != 1:
@@ -266,12 +270,12 @@ def _passed_over(row: Row, source: Source, kind: str, texts: list[str]) -> set[s
     if kind not in ("text", "prompt"):
         columns += ANSWER_COLUMNS
         answers = _answer_values(row, kind)
-        # messages may hold their answer already
-        beside_messages = len(answers) == 1 and first_key(row, FORMATS["messages"])
-        for key, value in answers:
-            last = _parse_answer(key, value, False)[-1:] if beside_messages else []
-            if not beside_messages or any(message.content in texts for message in last):
-                read.add(key)
+        read |= {key for key, _ in answers}
+        # messages may hold another answer already
+        if len(answers) == 1 and first_key(row, FORMATS["messages"]):
+            turns = _parse_answer(*answers[0], False)
+            if turns and turns[-1].content not in texts:
+                read -= {answers[0][0]}
         if len(answers) < 2:
             read.add(first_key(row, LABEL_KEYS))
     values_read = [source.system, *map(row.get, read), *texts]
@@ -302,22 +306,20 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
     has_none = not prompt
     if row.get("system") and role_of(prompt, 0) != "system":
         prompt.insert(0, Message("system", string(row["system"], "system")))
-    ends_with_answer = role_of(prompt, -1) == "assistant"
     asks = any(message.role != "system" for message in prompt)
-    values: list[tuple[str, object]] = []
     # Columns beside a prompt are for the reward function. A preference row may have its prompt in its answers alone.
-    if kind != "prompt" or not asks or row_format == "preference":
-        values = _answer_values(row, kind)
+    has_answers = kind != "prompt" or not asks or row_format == "preference"
+    values = _answer_values(row, kind) if has_answers else []
     may_hold_prompt = len(values) > 1 or not asks
     answers = [_parse_answer(key, value, may_hold_prompt) for key, value in values]
-    # messages beside answers to compare may be their prompt, or their prompt and one of them; sft trains the chosen one
-    ends = [answer[-1:] for answer in answers[: 1 if kind == "sequence" else None]]
+    ends_with_answer = role_of(prompt, -1) == "assistant"
+    # answers to compare may stand beside their prompt, or beside their prompt and one of them
+    ends = [answer[-1:] for answer in answers]
     if len(answers) > 1 and ends_with_answer and prompt[-1:] in ends:
-        if kind == "sequence":
-            values = []
-        else:
-            prompt, ends_with_answer = prompt[:-1], False
-    if row_format in ("messages", "sharegpt") and len(values) <= ends_with_answer:
+        if kind == "sequence" and row_format == "messages" and prompt[-1:] == ends[0]:
+            return [], [prompt]  # sft trains messages that end with the chosen answer
+        prompt, ends_with_answer = prompt[:-1], False
+    if row_format == "messages" and (not answers or (len(answers) == 1 and ends_with_answer)):
         # the messages hold their answer: all of them in sft, none in the rows of prompts, else the last one
         if kind == "sequence":
             return [], [prompt]
@@ -330,7 +332,7 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
     if has_none:
         raise _without(row, PROMPT_KEYS)
     if ends_with_answer and not prompt[-1].tool_calls and first_roles <= {"assistant"}:
-        if row_format in ("messages", "sharegpt") and kind != "sequence":
+        if row_format == "messages" and kind != "sequence":
             raise BadRowError("has messages that end with an answer besides those to compare")
         return _continued(prompt, answers, kind)
     return prompt, answers
@@ -393,7 +395,6 @@ def _user(text: str) -> Messages:
 
 PROMPTS = {
     "messages": _conversation,
-    "sharegpt": _conversation,  # each message tells itself how it is written
     "alpaca": _instruction,
     "preference": _prompt_column,
     "prompt_completion": _prompt_column,

@@ -263,6 +263,7 @@ def weights_of(pairs: Iterable[tuple[str, object]]) -> list[float]:
 
 
 def as_list(value: object) -> list[Any]:
+    """Return a list as it is, and a single value as a list."""
     return value if isinstance(value, list) else [value]
 
 

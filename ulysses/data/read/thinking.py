@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from ulysses.data.read.messages import THINKING_KEYS
-from ulysses.data.read.tokenizer import BEGUN, GUARD
+from ulysses.data.read.tokenizer import GUARD, unguarded
 
 TAG = re.compile("</?think>")
 Span = tuple[int, int]  # start and stop in a text
@@ -16,6 +16,15 @@ TemplateMessage = dict[str, Any]  # a message as templates read it
 def assistant_indices(messages: Sequence[TemplateMessage]) -> list[int]:
     """Return the places of the assistant's messages."""
     return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def hidden_messages(messages: Sequence[TemplateMessage], prompt: str) -> list[int]:
+    """Return the places of the messages of others whose text a prompt does not show."""
+    return [
+        i
+        for i, message in enumerate(messages)
+        if message["role"] != "assistant" and message["content"].strip() not in prompt
+    ]
 
 
 def split_thinking(content: str) -> tuple[str | None, str]:
@@ -44,7 +53,7 @@ def spellings(message: TemplateMessage, prompt: str) -> list[TemplateMessage]:
     contents = [
         content.removesuffix(rest).replace(thinking, break_tags(thinking)) + break_tags(rest)
     ]
-    if not _closes_thinking(prompt):
+    if not prompt.rstrip().endswith("</think>"):  # the answer may begin with thinking
         contents.append(content.replace("</think>", f"</think{GUARD}>"))
     return [message, *({**message, "content": text} for text in contents if text != content)]
 
@@ -53,7 +62,7 @@ def why_incomplete(message: TemplateMessage, prompt: str, settings: str) -> str:
     """Say why an answer's thinking cannot stand after the prompt that `settings` made; "" if it can."""
     content = message["content"] or ""
     thinks = split_thinking(content)[0] or any(map(message.get, THINKING_KEYS))
-    if thinks and _closes_thinking(prompt):
+    if thinks and prompt.rstrip().endswith("</think>"):
         because = f" ({settings})" if settings else ""
         return f"an answer has thinking, but the chat template closes it where it opens the assistant's turn{because}"
     if _has_lone_tag(content, prompt):
@@ -64,10 +73,10 @@ def why_incomplete(message: TemplateMessage, prompt: str, settings: str) -> str:
 def is_complete(message: TemplateMessage, text: str, span: Span) -> bool:
     """Tell whether a rendered answer holds all of its message, with the thinking where a model writes it."""
     start, stop = span
-    prompt, answer = _unguarded(text[:start]), _unguarded(text[start:stop])
-    content = _unguarded(message["content"])
+    prompt, answer = unguarded(text[:start]), unguarded(text[start:stop])
+    content = unguarded(message["content"] or "")
     # several keys may hold the same thinking
-    under_keys = dict.fromkeys(_unguarded(message.get(key)) for key in THINKING_KEYS)
+    under_keys = dict.fromkeys(unguarded(str(message.get(k) or "")) for k in THINKING_KEYS)
     under_key = "".join(under_keys).strip()
     in_content, rest = (None, content) if under_key else split_thinking(content)
     thinking = under_key or (in_content or "").strip()
@@ -95,18 +104,8 @@ def is_complete(message: TemplateMessage, text: str, span: Span) -> bool:
     return rest.strip() in answer and has_calls and has_tags
 
 
-def _closes_thinking(prompt: str) -> bool:
-    """Tell whether a prompt ends with a block of thinking, so that the answer cannot have any."""
-    return prompt.rstrip().endswith("</think>")
-
-
 def _has_lone_tag(content: str, prompt: str) -> bool:
     """Tell whether an answer has one tag alone, so that it may be cut off in its thinking, or quote the tag."""
     closes = prompt.rstrip().endswith("<think>") and "</think>" in content.split("<think>")[0]
     thinking, _ = split_thinking(content)
     return thinking is None and (closes or content.lstrip().startswith("<think>"))
-
-
-def _unguarded(text: object) -> str:
-    """Return a text, "" for none, without the marks that guard what a template reads."""
-    return str(text or "").replace(GUARD, "").replace(BEGUN, "")

@@ -54,7 +54,7 @@ def load_tokenizer(path: str | Path, **special: str) -> PreTrainedTokenizerFast:
     file = Path(expanduser(path))
     try:
         if file.is_file():
-            tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(file))
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
         # a folder of vocab.json and merges.txt: few need this import, which takes seconds
         elif file.is_dir() and not (file / "tokenizer.json").exists():
             from transformers import AutoTokenizer
@@ -223,12 +223,12 @@ class TextEncoder:
         encode_text = cache(self.encode_text)  # answers to one prompt have its text in common
         encoded = []
         for rendered in texts:
-            tokens: list[int] = []
-            weights: list[float] = []
-            before: str | int = 0
+            tokens = []
+            weights = []
+            before = 0
             for part, weight in rendered:
                 ids = encode_text(part) if isinstance(part, str) else [part]
-                prompt_ids: list[int] = []
+                prompt_ids = []
                 if as_whole and weight and isinstance(before, str) and NEWLINE.match(str(part)):
                     prompt_ids = encode_text(before)
                     ids = self.encode_text(f"{before}{part}")
@@ -245,10 +245,10 @@ class TextEncoder:
 
     def split_special(self, parts: Rendered) -> Rendered:
         """Cut texts with weights into plain texts and the ids of the special tokens between them, BOS before all."""
-        rendered: Rendered = []
+        rendered = []
         for text, weight in parts:
             for i, piece in enumerate(self.special_pattern.split(text)):
-                plain = piece.replace(GUARD, "").replace(BEGUN, "")
+                plain = unguarded(piece)
                 if i % 2 and plain:
                     rendered.append((self.special[plain.strip()], weight))
                 elif plain:
@@ -265,20 +265,16 @@ def _broken(match: re.Match[str]) -> str:
     return match[0].replace(token, GUARD.join(token))
 
 
-def at_marks(text: str) -> list[str]:
-    """Cut a rendered text at the marks around answers; the parts with odd indices are the answers."""
-    return text.replace(CLOSE, OPEN).split(OPEN)
+def unguarded(text: str) -> str:
+    """Return a text without the marks that guard what a template reads."""
+    return text.replace(GUARD, "").replace(BEGUN, "")
 
 
-def marked_spans(parts: Sequence[str]) -> list[tuple[int, int]]:
-    """Return where the answers stand in a text that `at_marks` has cut into parts, without the marks."""
+def without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """Return a rendered text without the marks around its answers, and where in it the answers stand."""
+    parts = text.replace(CLOSE, OPEN).split(OPEN)  # those with odd indices are the answers
     edges = list(accumulate(map(len, parts)))
-    return list(zip(edges[::2], edges[1::2]))
-
-
-def unmarked(text: str) -> str:
-    """Return a rendered text without the marks around its answers."""
-    return "".join(at_marks(text))
+    return "".join(parts), list(zip(edges[::2], edges[1::2]))
 
 
 def finishes(job: Callable[[], object]) -> bool:

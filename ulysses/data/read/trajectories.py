@@ -59,7 +59,7 @@ def read_trajectory(
     Raises BadRowError for a row that cannot be trained on.
     """
     try:
-        row: Any = from_json(raw.value.decode()) if isinstance(raw.value, bytes) else raw.value
+        row = from_json(raw.value.decode()) if isinstance(raw.value, bytes) else raw.value
         row = {**row, **{ours: column_of(row, theirs) for ours, theirs in columns.items()}}
         found = TrajectoryRow.model_validate(row)
     except ValidationError as error:

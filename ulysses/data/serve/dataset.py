@@ -75,42 +75,45 @@ class TokenizedDataset:
         self.share_prompts = share_prompts
         self.fingerprint = f"{self.folder.name} {share_prompts}"
         index = json.loads((self.folder / "index.json").read_text())
-        self.kind: str = index["kind"]
+        self.kind = index["kind"]
         self.report = Report(**index["report"])
-        arrays: dict[str, np.ndarray] = {
+        arrays = {
             path.stem: np.memmap(path, path.suffix[1:], "r")
             for path in self.folder.iterdir()
             if path.suffix != ".json"
         }
         self._tokens = arrays.pop("tokens")
-        of_tokens = [name for name in arrays if name.startswith("token_")]
-        self.token_columns = {name: arrays.pop(name) for name in of_tokens}
         ones = np.broadcast_to(np.float32(1), len(self._tokens))
         self._weights = arrays.pop("weights", ones)
-        counts = arrays["_counts"]
-        self._firsts = counts.cumsum() - counts
-        # a row for each sequence: its tokens, its prefix, and its rank (tokenise.py)
-        self._sizes = np.array(arrays["_sizes"]).reshape(-1, 3)
+        sizes = np.array(arrays["_sizes"]).reshape(-1, 3)  # as tokenise.py writes them
         if not share_prompts:
-            self._sizes[:, 1] = 0
-        whole, prefixes, _ = self._sizes.T
+            sizes[:, 1] = 0
+        whole, prefixes, _ = sizes.T
         own = whole - prefixes
-        # a row for each sequence: where it begins in the tokens, and where in token_columns
-        self._starts = np.stack([whole.cumsum() - whole, own.cumsum() - own], axis=1)
-        exists = np.arange(counts.max()) < counts[:, None]
-        self.sequence_lengths = np.zeros(exists.shape, np.int64)
+        # of each sequence: where it begins in the tokens and in token_columns, its tokens, its prefix and its rank
+        self._sequences = np.column_stack([whole.cumsum() - whole, own.cumsum() - own, sizes])
+        self._counts = arrays["_counts"]
+        self._ends = self._counts.cumsum()
+        exists = np.arange(self._counts.max()) < self._counts[:, None]
+        self.sequence_lengths, self.prefix_lengths = np.zeros((2, *exists.shape), np.int64)
         self.sequence_lengths[exists] = own
-        self.prefix_lengths = np.zeros(exists.shape, np.int64)
         self.prefix_lengths[exists] = prefixes
-        self.lengths: np.ndarray = self.sequence_lengths.sum(axis=1)
-        self.sources: np.ndarray = arrays["_source"]
+        self.lengths = self.sequence_lengths.sum(axis=1)
+        self.sources = arrays["_source"]
         sources = sources or [Source(str(folder))]
         self.source_paths = [source.path for source in sources]
         self.source_names = [source.name for source in sources]
         examples = np.bincount(self.sources, minlength=len(sources)).tolist()
         self._note_unused(sources, examples)
         self.source_weights = source_weights(sources, examples, stopping_strategy)
-        self.columns = {name: array for name, array in arrays.items() if name[0] != "_"}
+        self.token_columns = {
+            name: array for name, array in arrays.items() if name.startswith("token_")
+        }
+        self.columns = {
+            name: array
+            for name, array in arrays.items()
+            if not name.startswith(("_", "token_"))
+        }
         if "_prompt" in arrays:  # prompts are numbered in the order of the examples
             _, first, ids = np.unique(arrays["_prompt"], return_index=True, return_inverse=True)
             self.columns["prompt_id"] = first.argsort().argsort()[ids]
@@ -138,22 +141,18 @@ class TokenizedDataset:
         index = range(len(self))[index]
         numbers = {name: float(values[index]) for name, values in self.columns.items()}
         prompt = int(numbers.get("prompt_id", index)) if self.share_prompts else None
-        first = self._firsts[index]
-        of_example = slice(first, first + np.count_nonzero(self.sequence_lengths[index]))
-        starts, sizes = self._starts[of_example].tolist(), self._sizes[of_example].tolist()
-        sequences: list[Sequence] = []
-        for (start, row), (whole, prefix, rank) in zip(starts, sizes):
+        end = self._ends[index]
+        of_example = self._sequences[end - self._counts[index] : end].tolist()
+        sequences = []
+        for start, own_start, whole, prefix, rank in of_example:
             per_token = {}
             for name, values in self.token_columns.items():
-                per_token[name] = values[row : row + whole - prefix]
+                per_token[name] = values[own_start : own_start + whole - prefix]
                 if prefix:
                     before = sequences[-1].token_columns[name]
                     per_token[name] = np.append(before[:prefix], per_token[name])
-            if "prompt_length" in numbers:
-                prompt_length = int(numbers["prompt_length"])
-            else:
-                # a turn that is trained separately; its last shared token is not left out
-                prompt_length = prefix + 1
+            # of a turn that is trained separately, the last shared token is not left out
+            prompt_length = int(numbers.get("prompt_length", prefix + 1))
             sequences.append(
                 Sequence(
                     self._tokens[start : start + whole],

@@ -179,8 +179,7 @@ class Tokenising:
         """Yield what `encode` makes of batches of rows, in the order of the rows, and count it in `report`."""
         rows = locate_rows(self.sources, report, self.settings.eval_fraction, self.held_out)
         rows = progress(rows, desc="tokenising", unit="rows", delay=BAR_AFTER_SECONDS)
-        batches = _batches(filter(None, rows))
-        for encoded, counted in in_order(self.encode, batches, self.settings.workers):
+        for encoded, counted in in_order(self.encode, _batches(rows), self.settings.workers):
             report.add(counted)
             yield encoded
 
@@ -189,14 +188,14 @@ class Tokenising:
     def encode(self, rows: list[RawRow]) -> tuple[Any, Report]:
         """Return the columns of the rows' examples end to end, or the parts of documents; and what was counted."""
         report = Report()
-        rendered: list[tuple[RawRow, Record, list[Rendered]]] = []
-        encoded: list[Any] = []
+        rendered = []
+        encoded = []
         may_drop = partial(dropping, report, self.settings.bad_rows)
         variables = self.template.variables if self.template else ()
         # Rendering all rows before tokenising them takes a sixth less time than both for one row after the other.
         for row in rows:
-            source, note = self.sources[row.source], partial(report.note, where=row.where)
-            with may_drop(row.where):
+            source = self.sources[row.source]
+            with may_drop(row.where) as note:
                 if self.kind == "trajectory":
                     from ulysses.data.read.trajectories import read_trajectory
 
@@ -212,8 +211,7 @@ class Tokenising:
                     with may_drop(row.where):
                         rendered.append((row, record, self._render(record, note)))
         for row, record, texts in rendered:
-            with may_drop(row.where):
-                note = partial(report.note, where=row.where)
+            with may_drop(row.where) as note:
                 encoded.append(self._example(row, record, texts, note))
         if self.kind == "text":
             return encoded, report
@@ -239,7 +237,7 @@ class Tokenising:
                 note("turns after the last answer left out")
         # answers to one prompt are cut together; turns that are trained separately are cut each for itself
         groups = [[turn] for turn in encoded] if is_conversation else [encoded]
-        sequences: list[Encoded] = []
+        sequences = []
         problems, longest = [], 0
         for group in groups:
             try:
@@ -269,7 +267,7 @@ class Tokenising:
             sizes += [len(ids), prefix, rank]
             tokens += ids
             weights += weights_of_ids
-        columns: Columns = {
+        columns = {
             **record.numbers,
             "tokens": np.array(tokens, np.int32),
             "weights": np.array(weights, np.float32),
@@ -362,7 +360,7 @@ class Tokenising:
 
 def _batches(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:
     """Group rows, fewer of them where they are long as text."""
-    batch: list[RawRow] = []
+    batch = []
     size = 0
     for row in rows:
         batch.append(row)
@@ -397,7 +395,7 @@ def _cut_documents(
 
 def _write_columns(folder: Path, chunks: Iterable[Columns], report: Report) -> None:
     """Write chunks of examples as they come, a file for each column, and count the examples."""
-    files: dict[str, Any] = {}
+    files = {}
     with ExitStack() as stack:
         for chunk in chunks:
             for name, values in chunk.items():
