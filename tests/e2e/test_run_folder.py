@@ -106,6 +106,22 @@ def test_what_changed_since_a_checkpoint_is_told_and_other_data_are_refused(tmp_
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3]
 
 
+def test_another_mixture_of_the_same_rows_is_refused_as_other_data(tmp_path):
+    """Its order is another one: the continued run would take some rows again, and others never."""
+    one = rows("sft_train", 12).removesuffix("}")
+
+    def mixed(first, second):
+        return f'--data.train [{one},{first}}},{one},"system":"s",{second}}}] --run.resume auto'
+
+    ranks(arguments(tmp_path, mixed('"weight":1', '"weight":1')), 1)
+    ranks(arguments(tmp_path, mixed('"weight":1', '"weight":0.5')), 1, code=2).refused(
+        "run.resume: the training data or how they are tokenised have changed since .*step-2 was"
+    )
+    # these shares give the same order
+    even = mixed('"probability":0.5', '"probability":0.5')
+    assert "step-2 at step 2" in ranks(arguments(tmp_path, f"{even} --run.steps 3"), 1).stdout
+
+
 @pytest.mark.parametrize("left", [None, "", "{}"])
 def test_a_run_whose_config_json_was_emptied_goes_on(tmp_path, left):
     """What else stands in its place is somebody's, and is not replaced."""

@@ -18,7 +18,7 @@ from ulysses.parallel.mesh import gather
 
 PACKAGES = Path(__file__).parents[2]
 # What a run may only change between a checkpoint and its continuation if run.resume_anyway says so.
-ALLOWED_ANYWAY = ("stage", "batch.examples", "run.seed")
+ALLOWED_ANYWAY = ("stage", "batch.examples", "run.seed", "ppo.minibatches", "ppo.epochs")
 # What may differ between the model's config.json of a checkpoint and that of the run that continues it.
 FREE_KEYS = (
     "initializer_range", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
