@@ -128,6 +128,16 @@ def test_a_source_of_which_no_example_is_left_is_said(opened):
         opened({"path": "a", "probability": 0.5}, {"path": "c", "probability": 0.5})
 
 
+def test_a_small_source_of_a_mixture_may_have_no_held_out_row(opened):
+    """Held-out data are read whole: no share of them is to be taken of any source."""
+    train, held = (
+        opened(*mixed(0.7, 0.3), eval_fraction=0.03, held_out=h) for h in (False, True)
+    )
+    rows = [np.bincount(data.sources, minlength=2).tolist() for data in (train, held)]
+    assert rows == [[38, 10], [2, 0]]
+    assert held.report.notes["sources of which no example is left"] == 1
+
+
 MEANINGLESS = r"""
 {"path": "a", "probability": 0.5} {"path": "b", "probability": 0.4} \
 => have the probabilities \[0.5, 0.4\]; give each of them one, with the sum 1 and no weight
