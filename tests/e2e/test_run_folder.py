@@ -62,6 +62,7 @@ FACTS = {
     "the tokenizer": r"'\w{64}'",
     "optimizer.lr": r"[\d.e-]+",
     "torch": r"'[\d.]+\S*'",
+    "tokenizers": r"'[\d.]+\S*'",
 }
 
 
