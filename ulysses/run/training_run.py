@@ -243,7 +243,8 @@ class TrainingRun:
             self.say(f"resumed {checkpoint} at step {self.trainer.step}")
             for change in self.changes:
                 self.say(f"  changed since then: {change}")
-                if change.startswith(HELD_OUT):  # the best loss was of other rows
+                # the best loss was of other rows, or another one
+                if change.startswith((HELD_OUT, f"{config.stage}.")):
                     self.trainer.best = None
         if self.mesh.is_main:
             os.makedirs(os.path.realpath(config.output / "checkpoints"), exist_ok=True)
