@@ -20,6 +20,8 @@ from tests.e2e.launch import (
     tiny,
     without_times,
 )
+from tests.tiny_tokenizer import write_rows
+from ulysses.check.run_folder import read_run_state
 
 
 def arguments(folder, typed=""):
@@ -62,6 +64,7 @@ FACTS = {
     "the tokenizer": r"'\w{64}'",
     "optimizer.lr": r"[\d.e-]+",
     "torch": r"'[\d.]+\S*'",
+    "tokenizers": r"'[\d.]+\S*'",
 }
 
 
@@ -104,6 +107,40 @@ def test_what_changed_since_a_checkpoint_is_told_and_other_data_are_refused(tmp_
     ):  # fmt: skip
         assert re.search(line, told), (line, told)
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_another_mixture_of_the_same_rows_is_refused_as_other_data(tmp_path):
+    """Its order is another one: the continued run would take some rows again, and others never."""
+    one = rows("sft_train", 12).removesuffix("}")
+
+    def mixed(first, second):
+        return f'--data.train [{one},{first}}},{one},"system":"s",{second}}}] --run.resume auto'
+
+    ranks(arguments(tmp_path, mixed('"weight":1', '"weight":1')), 1)
+    ranks(arguments(tmp_path, mixed('"weight":1', '"weight":0.5')), 1, code=2).refused(
+        "run.resume: the training data or how they are tokenised have changed since .*step-2 was"
+    )
+    # these shares give the same order
+    even = mixed('"probability":0.5', '"probability":0.5')
+    assert "step-2 at step 2" in ranks(arguments(tmp_path, f"{even} --run.steps 3"), 1).stdout
+
+
+@pytest.mark.parametrize("changed", ["same", "other", "same --sft.label_smoothing 0.9"])
+def test_the_best_loss_is_not_one_of_other_held_out_rows_or_another_loss(tmp_path, changed):
+    """What the model has learnt is easier than what it has never seen, which a run may hold out later."""
+    for name, text in (("same", "a" * 40), ("other", "\x07\x1b" * 20)):
+        write_rows(tmp_path / f"{name}.jsonl", [{"prompt": "q", "completion": text}] * 4)
+    easy = tmp_path / "same.jsonl"
+    typed = f"--data.train {easy} --run.eval_every 1 --run.save_every 1 --run.resume auto --optimizer.warmup 0"
+    typed += " --optimizer.schedule constant --optimizer.lr 3e-3"
+    ranks(arguments(tmp_path, f"--data.eval {easy} {typed} --run.steps 3"), 1)
+    held_out, _, more = changed.partition(" ")
+    again = f"--data.eval {tmp_path / held_out}.jsonl {typed} --run.steps 4 {more}"
+    ranks(arguments(tmp_path, again), 1)
+    third, last = (line["eval/loss"] for line in metrics(tmp_path / "run")[-2:])
+    assert (third < last) == (changed != "same")
+    state = read_run_state(tmp_path / "run/checkpoints/step-4")
+    assert state["best"] == [4, last]
 
 
 @pytest.mark.parametrize("left", [None, "", "{}"])

@@ -283,7 +283,8 @@ def test_the_base_of_an_adapter_lies_where_its_file_says(base, tmp_path, monkeyp
 
 def digests(folder, model, changes=""):
     inputs = check(folder, model, changes)
-    found = digests_of_inputs(inputs, SimpleNamespace(folder=folder), None)
+    data = SimpleNamespace(folder=folder, source_weights=[1.0])
+    found = digests_of_inputs(inputs, data, None)
     return {k.removeprefix("the weights of "): v for k, v in [*found.items()][2:]}
 
 

@@ -90,6 +90,19 @@ def test_adapters_mean_what_they_meant_when_they_were_saved(changes, checkpoint,
         assert prepare(config(tmp_path, f"{lora} {changes}"), 1, []).resume_from == checkpoint
 
 
+@pytest.mark.parametrize("changes", ["--ppo.minibatches 2", "--ppo.epochs 3"])
+def test_the_steps_of_a_rollout_stay_what_they_were(changes, checkpoint, tmp_path):
+    """With others the same step would belong to another rollout, and prompts would come again, or never."""
+    typed, path = '--stage ppo --ppo.reward ["math:fsum"]', checkpoint / "run.json"
+    own = config(tmp_path, typed).model_dump(mode="json")
+    write_json(path, forged("config", own)(read_json(path)))
+    assert prepare(config(tmp_path, f"{typed} --ppo.clip 0.3"), 1, []).resume_from == checkpoint
+    with pytest.raises(ConfigError, match="had ppo.[a-z]+ [0-9] but this run has"):
+        prepare(config(tmp_path, f"{typed} {changes}"), 1, [])
+    insisting = config(tmp_path, f"{typed} {changes} --run.resume_anyway true")
+    assert prepare(insisting, 1, []).resume_from == checkpoint
+
+
 def change(**values):
     """Change run.json so; a value of None takes the key out."""
 

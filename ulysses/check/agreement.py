@@ -17,8 +17,10 @@ from ulysses.options import gradient_policies
 from ulysses.parallel.mesh import gather
 
 PACKAGES = Path(__file__).parents[2]
+# Nodes tokenise for themselves, so that the libraries which make tokens of rows must be the same too.
+COMPARED = "torch deepspeed transformers tokenizers jinja2 datasets".split()
 # What a run may only change between a checkpoint and its continuation if run.resume_anyway says so.
-ALLOWED_ANYWAY = ("stage", "batch.examples", "run.seed")
+ALLOWED_ANYWAY = ("stage", "batch.examples", "run.seed", "ppo.minibatches", "ppo.epochs")
 # What may differ between the model's config.json of a checkpoint and that of the run that continues it.
 FREE_KEYS = (
     "initializer_range", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
@@ -35,7 +37,7 @@ def facts_of(inputs: RunInputs, digests: Mapping[str, str]) -> dict[str, object]
     """
     facts = flat(inputs.config.model_dump(mode="json"))
     facts |= digests | {"the checkpoint to resume": str(inputs.resume_from)}
-    facts |= {package: version(package) for package in ("torch", "deepspeed")}
+    facts |= {package: version(package) for package in COMPARED}
     if local_rank() == 0:
         facts["the tokenizer"] = tokenizer_digest(inputs.tokenizer)
         for package in ("losses", "models", "ulysses"):

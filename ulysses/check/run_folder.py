@@ -308,6 +308,8 @@ def digests_of_inputs(
     function of rewards or rollouts is its module's file, which the checks have imported.
     """
     digests = {TRAINED_ON: train.folder.name, HELD_OUT: str(held_out and held_out.folder.name)}
+    if {*train.source_weights} != {1}:  # the order of the examples follows from them too
+        digests[TRAINED_ON] += f" {train.source_weights}"
     config, frozen = inputs.config, inputs.others
     # adapters, and a stage that compares with the initial policy, need the weights that the run began with
     if config.model.lora.rank or not all(m.path for m in inputs.stage.requirements.models):

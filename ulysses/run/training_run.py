@@ -21,7 +21,7 @@ from ulysses import environment
 from ulysses.check.agreement import agree, changes, facts_of
 from ulysses.check.kernel_proof import check_kernel
 from ulysses.check.preflight import prepare, remarks, remarks_on_data
-from ulysses.check.run_folder import digests_of_inputs, hold_output
+from ulysses.check.run_folder import HELD_OUT, digests_of_inputs, hold_output
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
 from ulysses.config.section import error_context, refuse
@@ -242,6 +242,9 @@ class TrainingRun:
             self.say(f"resumed {checkpoint} at step {self.trainer.step}")
             for change in self.changes:
                 self.say(f"  changed since then: {change}")
+                # the best loss was of other rows, or another one
+                if change.startswith((HELD_OUT, f"{config.stage}.")):
+                    self.trainer.best = None
         if self.mesh.is_main:
             os.makedirs(os.path.realpath(config.output / "checkpoints"), exist_ok=True)
             replace_file(config.output / "config.json", config.model_dump_json(indent=2))

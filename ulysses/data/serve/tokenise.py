@@ -31,7 +31,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
@@ -137,9 +137,12 @@ class Tokenising:
         """
         build_once(self.folder, self.build)
         check_once(self.folder / DIGESTS, self.cache, self.folder)
+        sources = self.sources
+        if self.held_out:  # which are read whole, and may have no row of a small source
+            sources = [replace(source, probability=None) for source in sources]
         dataset = TokenizedDataset(
             self.folder,
-            self.sources,
+            sources,
             self.settings.stopping_strategy,
             max_length=self.settings.max_length,
             share_prompts=share_prompts,
