@@ -1,6 +1,7 @@
 """The tables of the stages: the settings that one training algorithm reads, and its usual learning rate."""
 
 import re
+from collections import Counter
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -35,7 +36,7 @@ LEARNING_RATES = {
 ADDRESS = r"^(vllm|sglang)\+https?://[^/\s]+/?([?#;].*)?$|^rows$"
 ONE_OR_MORE = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 WEIGHED = BeforeValidator(
-    lambda value: {str(name): 1.0 for name in value} if isinstance(value, list) else value
+    lambda value: Counter(map(str, value)) if isinstance(value, list) else value
 )
 
 
