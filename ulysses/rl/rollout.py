@@ -355,4 +355,5 @@ class RolloutMaker:
         if (opposed := below * (above > 0)).any():
             held[OPPOSED] = opposed
         held["weights"] = rollout.held(weights).roll(1)
+        held["counts"] = rollout.held(kept.double())
         rollout.columns |= {name: column.float() for name, column in held.items()}
