@@ -68,9 +68,7 @@ def test_equal_returns_have_no_explained_variance(score):
 def test_a_group_whose_episodes_all_score_the_same_is_one_whatever_their_branches():
     """The mean of three times 0.1 is not 0.1."""
     episodes = 0, 1, 1, 1
-    found = [
-        turns([4], [6, n], group=0, episode=e, score=0.1) for n, e in enumerate(episodes)
-    ]
+    found = [turns([4], [6, n], group=0, episode=e, score=0.1) for n, e in enumerate(episodes)]
     rollout = Rollout.of(0, found)
     zeros = torch.zeros(len(rollout.columns["tokens"]))
     ppo_stage("advantage=group kl_coefficient=0").maker.finish(rollout, zeros, zeros, zeros)

@@ -192,7 +192,7 @@ class PpoSection(Section):
     """GAE's lambda: 1 is the plain return minus the value, 0 one step ahead only."""
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"
     """Mean over all tokens (DAPO); mean over answers of their tokens' means (GRPO); or the tokens' sum divided by
-    answers times max_new_tokens (Dr. GRPO)."""
+    answers times max_new_tokens, or max_episode_tokens if it is set (Dr. GRPO)."""
     importance_cap: NonNegativeFloat = 0.0
     """Weigh each token's loss by the ratio of its probabilities in trainer and sampler, at most this (commonly 2); 0
     does not weigh."""
