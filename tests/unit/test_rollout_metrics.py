@@ -65,13 +65,15 @@ def test_equal_returns_have_no_explained_variance(score):
     assert "val/explained_variance" not in rollout.metrics
 
 
-def test_a_group_whose_episodes_all_score_the_same_is_one_whatever_their_branches():
-    """The mean of three times 0.1 is not 0.1."""
+@pytest.mark.parametrize("coefficient", [0, 0.1])
+def test_a_group_whose_answers_all_score_the_same_is_one(coefficient):
+    """Also where their KL differs; and the mean of an episode's three branches, three times 0.1, is not 0.1."""
     episodes = 0, 1, 1, 1
     found = [turns([4], [6, n], group=0, episode=e, score=0.1) for n, e in enumerate(episodes)]
     rollout = Rollout.of(0, found)
-    zeros = torch.zeros(len(rollout.columns["tokens"]))
-    ppo_stage("advantage=group kl_coefficient=0").maker.finish(rollout, zeros, zeros, zeros)
+    old, reference = torch.randn(2, len(rollout.columns["tokens"]))
+    stage = ppo_stage(f"advantage=group kl_coefficient={coefficient}")
+    stage.maker.finish(rollout, old, torch.zeros_like(old), reference)
     assert rollout.metrics["advantages/zero_groups"] == 1
 
 

@@ -68,8 +68,8 @@ def _among_answers(
     scores = earned.new_zeros(len(episodes)).index_add(0, places, earned) / branches
     groups = episodes[:, 0]
     advantages = group_advantages(scores, groups, ppo.advantage, scale=ppo.scale_by_std)
-    different = Counter(group for group, _ in {*zip(groups.tolist(), scores.float().tolist())})
-    # nothing is learned from answers that all have the same score
+    # by the scores alone: a KL in the reward tells apart what the reward does not
+    different = Counter(group for group, _ in {(one.group, one.score) for one in trajectories})
     equal = torch.tensor([count == 1 for count in different.values()])
     metrics = {"advantages/zero_groups": equal.double().mean()}
     return {"advantages": advantages[places].repeat_interleave(lengths)}, metrics
