@@ -104,6 +104,7 @@ def test_rows_train_as_the_rollout_that_they_were_saved_from(tmp_path, form):
         assert (
             "advantages/zero_groups" in sampled[0] and "advantages/zero_groups" not in found[0]
         )
+        assert not any(name.startswith("objective/scores") for name in found[0])
         kept = "loss grad_norm policy/clipfrac_avg sampler/logp_gap tokens".split()
         found, sampled = ([{k: x[k] for k in kept} for x in each] for each in (found, sampled))
     assert found[1]["grad_norm"] > 0.01

@@ -1,6 +1,7 @@
 """The tables of the stages: the settings that one training algorithm reads, and its usual learning rate."""
 
 import re
+from collections import Counter
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -35,7 +36,7 @@ LEARNING_RATES = {
 ADDRESS = r"^(vllm|sglang)\+https?://[^/\s]+/?([?#;].*)?$|^rows$"
 ONE_OR_MORE = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 WEIGHED = BeforeValidator(
-    lambda value: {str(name): 1.0 for name in value} if isinstance(value, list) else value
+    lambda value: Counter(map(str, value)) if isinstance(value, list) else value
 )
 
 
@@ -191,7 +192,7 @@ class PpoSection(Section):
     """GAE's lambda: 1 is the plain return minus the value, 0 one step ahead only."""
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"
     """Mean over all tokens (DAPO); mean over answers of their tokens' means (GRPO); or the tokens' sum divided by
-    answers times max_new_tokens (Dr. GRPO)."""
+    answers times max_new_tokens, or max_episode_tokens if it is set (Dr. GRPO)."""
     importance_cap: NonNegativeFloat = 0.0
     """Weigh each token's loss by the ratio of its probabilities in trainer and sampler, at most this (commonly 2); 0
     does not weigh."""

@@ -51,7 +51,9 @@ def advantages_of(
     advantages, returns = packed_gae(rewards, values, cu_seqlens, ppo.gamma, ppo.lam)
     whitened = whiten(advantages, torch.ones_like(values))
     columns = {"advantages": whitened, "old_values": values, "returns": returns}
-    variance, unexplained = (x.var(correction=0) for x in (returns, returns - values))
+    # float32 has no rounding of the sums, by which equal numbers differ in float64
+    both = (x.float().double() for x in (returns, returns - values))
+    variance, unexplained = (x.var(correction=0) for x in both)
     # the metric does not exist where all returns are equal
     return columns, {"val/explained_variance": 1 - unexplained / variance} if variance else {}
 
@@ -66,8 +68,8 @@ def _among_answers(
     scores = earned.new_zeros(len(episodes)).index_add(0, places, earned) / branches
     groups = episodes[:, 0]
     advantages = group_advantages(scores, groups, ppo.advantage, scale=ppo.scale_by_std)
-    different = Counter(group for group, _ in {*zip(groups.tolist(), scores.tolist())})
-    # nothing is learned from answers that all have the same score
+    # by the scores alone: a KL in the reward tells apart what the reward does not
+    different = Counter(group for group, _ in {(one.group, one.score) for one in trajectories})
     equal = torch.tensor([count == 1 for count in different.values()])
     metrics = {"advantages/zero_groups": equal.double().mean()}
     return {"advantages": advantages[places].repeat_interleave(lengths)}, metrics

@@ -317,9 +317,12 @@ class PpoStage(ReferencedStage):
             trained.append((kl, ppo.kl_coefficient))
         if ppo.entropy_coefficient:
             trained.append((out.entropy, -ppo.entropy_coefficient))
-        count = weights.sum(dtype=torch.float64)
+        # the parts of the loss have its weights, and in all else each token counts once
+        counts = columns.get("counts", weights)
         for name, values in means.items():
-            metrics.add(name, (values.detach() * weights).sum(dtype=torch.float64), count)
+            each = weights if name.startswith("loss/") else counts
+            total = (values.detach() * each).sum(dtype=torch.float64)
+            metrics.add(name, total, each.sum(dtype=torch.float64))
         return [Term((losses * weights).sum(), "tokens", factor) for losses, factor in trained]
 
     def finalise_metrics(self, metrics: Metrics) -> Metrics:

@@ -323,21 +323,24 @@ class RolloutMaker:
         metrics = {
             **answer_metrics(episodes_of(rollout.trajectories)),
             "rollout": rollout.number,
-            "objective/kl": (old - reference).sum() / N,
             "objective/entropy": -old.sum() / N,
             "objective/non_score_reward": -kl_coefficient * kl.sum() / N,
             "objective/rlhf_reward": rewards.sum() / N,
-            REFERENCE_GAP: (old - reference).abs().mean(),
             "sampler/logp_gap": gap.abs().mean(),
             "sampler/logp_gap_max": gap.abs().max(),
             **of_advantages,
         }
+        if self.stage.needs_reference:
+            away = old - reference
+            metrics |= {"objective/kl": away.sum() / N, REFERENCE_GAP: away.abs().mean()}
         if ppo.importance_cap:
             ratio = gap.clamp(max=MAX_LOG_RATIO).exp()
             columns["importance"] = ratio.clamp(max=ppo.importance_cap)
             capped = ratio > ppo.importance_cap
             metrics["sampler/importance_capped"] = capped.double().mean()
-        rollout.metrics = {name: float(value) for name, value in metrics.items()}
+        # rows that have advantages may have no reward, and then nothing is said of it
+        numbers = {name: float(value) for name, value in metrics.items()}
+        rollout.metrics = {name: x for name, x in numbers.items() if x == x}
         weights = rollout.weights * kept
 
         def share(weights: Tensor) -> Tensor:
@@ -355,4 +358,5 @@ class RolloutMaker:
         if (opposed := below * (above > 0)).any():
             held[OPPOSED] = opposed
         held["weights"] = rollout.held(weights).roll(1)
+        held["counts"] = rollout.held(kept.double())
         rollout.columns |= {name: column.float() for name, column in held.items()}

@@ -4,6 +4,7 @@
 """
 
 import hashlib
+import math
 import re
 from itertools import compress
 from typing import Annotated, Any
@@ -96,7 +97,7 @@ def read_trajectory(
         "weights": np.array(mask, np.float32),
         "token_logps": np.array([x or 0.0 for x in found.logprobs], np.float32),
         "token_advantages": np.zeros(sizes[0], np.float32) + np.float32(given or 0),
-        "reward": found.reward or 0.0,
+        "reward": math.nan if found.reward is None else found.reward,
         "given": float(given is not None),
         "_sizes": [sizes[0], 0, 0],
         "_counts": 1,
