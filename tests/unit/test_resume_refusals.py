@@ -90,6 +90,35 @@ def test_adapters_mean_what_they_meant_when_they_were_saved(changes, checkpoint,
         assert prepare(config(tmp_path, f"{lora} {changes}"), 1, []).resume_from == checkpoint
 
 
+# What the checkpoint's run had, which decides what a step reads, and what is said of it.
+READS = {
+    "ppo.epochs": (2, "had ppo.epochs 2 but this run has 4"),
+    "ppo.minibatches": (3, "had ppo.minibatches 3 but this run has 1"),
+    "data.stopping_strategy": (
+        "all_exhausted",
+        "had data.stopping_strategy 'all_exhausted' but",
+    ),
+    "data.train": (
+        [{"path": "rows.jsonl", "weight": 2.0}],
+        r"had the weights of data.train's sources \[2.0\] but this run has \[1.0\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("setting", READS)
+def test_a_step_reads_what_it_would_have_read(setting, checkpoint, tmp_path):
+    """The position in the data is a step, which would otherwise be another place."""
+    (table, name), (value, sentence) = setting.split("."), READS[setting]
+    same, path = "--data.train rows.jsonl", checkpoint / "run.json"
+    theirs = config(tmp_path, same).model_dump(mode="json")
+    theirs[table][name] = value
+    write_json(path, forged("config", theirs)(read_json(path)))
+    with pytest.raises(ConfigError, match=f"{sentence}.*, or run.resume_anyway = true"):
+        prepare(config(tmp_path, same), 1, [])
+    anyway = config(tmp_path, f"{same} --run.resume_anyway")
+    assert prepare(anyway, 1, []).resume_from == checkpoint
+
+
 def change(**values):
     """Change run.json so; a value of None takes the key out."""
 

@@ -10,6 +10,7 @@ from ulysses.check.input_files import RunInputs
 from ulysses.check.run_folder import HELD_OUT, read_run_state
 from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError, error_context, flat
+from ulysses.data.read.sources import parse_sources
 from ulysses.data.read.tokenizer import tokenizer_digest
 from ulysses.disk import digest_of, sampled_digest
 from ulysses.environment import NODE, local_rank
@@ -17,8 +18,11 @@ from ulysses.options import gradient_policies
 from ulysses.parallel.mesh import gather
 
 PACKAGES = Path(__file__).parents[2]
+SHARES = "the weights of data.train's sources"
 # What a run may only change between a checkpoint and its continuation if run.resume_anyway says so.
-ALLOWED_ANYWAY = ("stage", "batch.examples", "run.seed")
+ALLOWED_ANYWAY = (
+    "stage", "batch.examples", "run.seed", "ppo.epochs", "ppo.minibatches", "data.stopping_strategy", SHARES,
+)  # fmt: skip
 # What may differ between the model's config.json of a checkpoint and that of the run that continues it.
 FREE_KEYS = (
     "initializer_range", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
@@ -65,7 +69,10 @@ def agree(facts: Mapping[str, object]) -> None:
 
 
 def check_same_run(config: Config, shape: ModelConfig, checkpoint: Path) -> None:
-    """Refuse a checkpoint of a run with another stage, model or chain of gradient policies; nothing is loaded yet."""
+    """Refuse a checkpoint of a run with another stage, model, order of the data or chain of gradient policies.
+
+    Nothing is loaded yet.
+    """
     state = read_run_state(checkpoint)
     ours = {**flat(config.model_dump(mode="json")), **shape.to_hf()}
     theirs = {
@@ -73,6 +80,9 @@ def check_same_run(config: Config, shape: ModelConfig, checkpoint: Path) -> None
         **flat(state["config"]),
         **ModelConfig.from_hf(state["shape"]).to_hf(),
     }
+    for settings in (ours, theirs):
+        sources = parse_sources(settings["data.train"])
+        settings[SHARES] = [source.probability or source.weight for source in sources]
     fixed = [key for key in shape.to_hf() if key not in FREE_KEYS]
     adapted = ["model.quantize", "model.lora.rank"]
     if config.model.lora.rank:

@@ -169,7 +169,8 @@ class ParallelSection(Section):
 
 class BatchSection(Section):
     examples: PositiveInt = 8
-    """Examples per optimizer step over all processes: sequences, pairs (DPO), pairs or lists (RM), or prompts (PPO)."""
+    """Examples per optimizer step over all processes: sequences, pairs (DPO), pairs or lists (RM); for PPO prompts per
+    rollout."""
     tokens_per_microbatch: PositiveInt | Literal["auto"] = "auto"
     """Longest packed sequence of a micro-batch in tokens; "auto" is the longest example, or as many more as
     recompute nothing more than that, up to a whole step. It changes no number."""
@@ -254,8 +255,9 @@ class RunSection(Section):
     resume: PathOrWord = "never"
     """What to continue from: "never", "auto" (the newest complete checkpoint, if any) or the folder of a checkpoint."""
     resume_anyway: bool = False
-    """Continue a checkpoint although the training data, the weights of frozen models (with LoRA, of the base),
-    the file of a reward function, batch.examples, run.seed or the stage have changed since."""
+    """Continue a checkpoint although the training data, the weights of their sources or of frozen models (with LoRA, of
+    the base), the file of a reward function, batch.examples, ppo.epochs, ppo.minibatches, run.seed or the stage have
+    changed since."""
     export: bool = True
     """Write the trained model in Hugging Face format at the end."""
     timeout: float = Field(600.0, ge=5, le=1e6)
