@@ -113,6 +113,15 @@ def test_a_run_resumes_only_with_its_cached_reference(tmp_path):
         TrainingRun(configured(settings("dpo", tmp_path / "run", lost))).__enter__()
 
 
+def test_a_policy_goes_on_from_another_stages_checkpoint(tmp_path):
+    """Which holds no rollout: the first one is drawn by the weights of the checkpoint."""
+    on_ranks(1, tiny("sft", tmp_path, "--run.steps 2 --run.export false"))
+    anyway = "--run.steps 4 --run.resume auto --run.resume_anyway true --run.export false"
+    short = "--data.max_length 64 --ppo.max_new_tokens 8 --ppo.epochs 1 --ppo.minibatches 1"
+    lines = on_ranks(1, tiny("grpo", tmp_path, f"{anyway} {short}"))
+    assert [line.get("rollout") for line in lines] == [None, None, 2, 3]
+
+
 def test_reward_model_scores_the_same_in_transformers(tmp_path):
     """Score at the last token by length: with EOS inside the prompt, and with padding."""
     last = on_ranks(2, settings("rm", tmp_path / "run"))[-1]
