@@ -248,6 +248,30 @@ def test_metrics_that_cannot_be_written_end_the_run_after_a_checkpoint(tmp_path,
     assert [line["step"] for line in metrics(tmp_path / "run")] == logged
 
 
+def test_a_disk_that_is_full_at_the_start_is_one_sentence_and_nothing_is_in_the_way(tmp_path):
+    def before(rank):
+        import resource
+
+        from ulysses.run import training_run
+
+        write, unlimited = training_run.replace_file, resource.RLIM_INFINITY
+
+        def limited(*args):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, unlimited))
+            try:
+                write(*args)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        training_run.replace_file = limited
+
+    ranks(arguments(tmp_path), 1, code=1, before=before).refused(
+        "/run cannot be written: File too large .* GiB are free there"
+    )
+    ranks(arguments(tmp_path), 1)
+
+
 @pytest.mark.parametrize("kind", ["checkpoint", "export"])
 def test_a_disk_that_fills_while_saving_is_one_sentence(tmp_path, kind):
     """No file may become longer than a slice of the state, which the metrics never do."""

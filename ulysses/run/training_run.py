@@ -21,11 +21,11 @@ from ulysses import environment
 from ulysses.check.agreement import agree, changes, facts_of
 from ulysses.check.kernel_proof import check_kernel
 from ulysses.check.preflight import prepare, remarks, remarks_on_data
-from ulysses.check.run_folder import digests_of_inputs, hold_output
+from ulysses.check.run_folder import HELD_OUT, digests_of_inputs, hold_output
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
 from ulysses.config.section import error_context, refuse
-from ulysses.disk import replace_file
+from ulysses.disk import replace_file, writing
 from ulysses.options import gradient_policies
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.hardware import GIB, slow_products, this_machine
@@ -243,9 +243,12 @@ class TrainingRun:
             self.say(f"resumed {checkpoint} at step {self.trainer.step}")
             for change in self.changes:
                 self.say(f"  changed since then: {change}")
+                if change.startswith((HELD_OUT, "stage ")):  # of another loss none is the best
+                    self.trainer.best = None
         if self.mesh.is_main:
-            os.makedirs(os.path.realpath(config.output / "checkpoints"), exist_ok=True)
-            replace_file(config.output / "config.json", config.model_dump_json(indent=2))
+            with writing(config.output):
+                os.makedirs(os.path.realpath(config.output / "checkpoints"), exist_ok=True)
+                replace_file(config.output / "config.json", config.model_dump_json(indent=2))
             save_tokenizer(inputs, config.output / "tokenizer")
         dist.barrier()
 
