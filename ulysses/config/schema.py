@@ -159,7 +159,7 @@ class DataSection(Section):
     workers: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
     """Processes that tokenise data which the cache does not hold; "auto" is one for each core, at most 16."""
     cache: LocalPath = Field("~/.cache/ulysses", validate_default=True)
-    """Folder that keeps tokenised data and reference log-probabilities; a DPO run needs the latter to resume."""
+    """Folder that keeps tokenised data and reference log-probabilities, which are made again if it is empty."""
 
 
 class ParallelSection(Section):

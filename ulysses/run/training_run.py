@@ -24,7 +24,7 @@ from ulysses.check.preflight import prepare, remarks, remarks_on_data
 from ulysses.check.run_folder import HELD_OUT, digests_of_inputs, hold_output
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
-from ulysses.config.section import error_context, refuse
+from ulysses.config.section import error_context
 from ulysses.disk import replace_file, writing
 from ulysses.options import gradient_policies
 from ulysses.parallel.mesh import ParallelMesh
@@ -122,8 +122,6 @@ class TrainingRun:
         self.changes: list[str] = []
         if inputs.resume_from:
             self.changes = changes(inputs.config, inputs.resume_from, self.digests)
-            data = [train, held_out] if held_out else [train]
-            refuse([*inputs.stage.check_resumed(inputs.weights, inputs.kernel.name, data)])
 
     def _agree(self) -> None:
         """Refuse processes that differ, and take the run folder."""
