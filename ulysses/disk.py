@@ -242,8 +242,11 @@ def write_json(path: Path, value: object) -> None:
 def replace_file(path: Path, text: str) -> None:
     """Write a file that takes its place whole; if the old one was a link, the file that it led to stays."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------- failures

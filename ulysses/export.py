@@ -121,7 +121,11 @@ def export_checkpoint(
         raise ValueError(
             "the base of these adapters was drawn at random and is in no file; use the export that the run itself wrote"
         )
-    _check_out(out, [checkpoint, config.output / "tokenizer", Path(source.path or checkpoint)])
+    if not (tokenizer := config.output / "tokenizer").exists():
+        raise ValueError(
+            f"there is no {tokenizer}, whose files every export carries; put the checkpoint back into its run's folder"
+        )
+    _check_out(out, [checkpoint, tokenizer, Path(source.path or checkpoint)])
     model = empty_model(shape, reward=stage.reward)
     if source.lora.rank:
         from models.lora import add_adapters

@@ -1,12 +1,13 @@
 """An export loads in transformers, equals what was trained, and is written and loaded without holding the model."""
 
+import shutil
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models.arch import ModelConfig
 from models.decoder import init_parameter
@@ -51,6 +52,20 @@ def test_export_of_a_checkpoint_equals_the_runs_own(run, tmp_path):
     assert main([str(run / "checkpoints/step-2"), str(tmp_path / "out")]) == 0
     assert_same_folder(tmp_path / "out", run / "export")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_a_checkpoint_away_from_its_run_is_not_exported_without_a_tokenizer(
+    run, tmp_path, capsys
+):
+    """Beside a copy of the run's tokenizer it is."""
+    copy = shutil.copytree(run / "checkpoints/step-2", tmp_path / "kept/checkpoints/step-2")
+    assert main([str(copy), str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert f"there is no {tmp_path}/kept/tokenizer, whose files every export carries" in said
+    assert not (tmp_path / "out").exists()
+    shutil.copytree(run / "tokenizer", tmp_path / "kept/tokenizer")
+    assert main([str(copy), str(tmp_path / "out")]) == 0
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
 
 
 CONTINUED = """

@@ -196,3 +196,11 @@ def test_a_card_names_a_reward_model_without_its_folder(tmp_path):
     assert '"objective/scores/export": 1.5' in card and "/home" not in card
     assert '"eval/objective/scores/export": 2.5' in card and '"org/name"' in card
     assert '"eval/objective/scores/m:f": 2.5' in card
+
+
+def test_a_card_counts_the_answers_of_a_step():
+    """Of the answers to the prompts of a rollout, which batch.examples counts, each step trains a share."""
+    ppo = {"reward": ["m:f"], "minibatches": 2, "advantage": "group", "answers_per_prompt": 3}
+    given = {"stage": "ppo", "model": {"path": "org/name"}, "ppo": ppo, "run": {"steps": 4}}
+    card = model_card(check(given | {"batch": {"examples": 6}}), 4)
+    assert "\n4 steps of 9 examples.\n" in card

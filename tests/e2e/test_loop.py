@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from models.folders import read_json
-from tests.e2e.launch import metrics
+from tests.e2e.launch import metrics, rows
 from tests.e2e.test_stage_runs import on_ranks, settings, train
 from tests.engine_case import Case, build_trainer
 from tests.harness import run_distributed
@@ -58,6 +58,21 @@ def test_what_a_run_leaves_behind_that_ends_when_evaluations_stop_improving(tmp_
 
     again = settings("sft", tmp_path / "run", f"{typed} --run.wandb= --run.resume auto")
     assert on_ranks(1, again) == metrics(tmp_path / "run")
+
+
+def test_the_best_evaluation_is_one_of_the_same_data(tmp_path):
+    """A resumed run whose held-out data are others neither ends by the old ones nor keeps their best."""
+    typed = (
+        "--optimizer.lr 0 --run.eval_every 1 --run.save_every 9 --run.patience 2 --run.steps"
+    )
+    easier, harder = f"--data.eval {rows('sft_eval', 3)}", f"--data.eval {rows('sft_eval', 12)}"
+    first = on_ranks(1, settings("sft", tmp_path, f"{typed} 2 {easier}"))
+    again = f"{typed} 4 {harder} --run.resume auto --run.export false"
+    lines = on_ranks(1, settings("sft", tmp_path, again))
+    losses = [line["eval/loss"] for line in lines]
+    assert losses[:2] == [line["eval/loss"] for line in first] and losses[2] > losses[1]
+    assert len(lines) == 4
+    assert read_json(tmp_path / "checkpoints/step-4/run.json")["best"] == [3, losses[2]]
 
 
 def evaluated(losses):

@@ -251,7 +251,7 @@ def test_two_runs_may_fill_one_cache_at_once(tmp_path):
     assert not list(tmp_path.glob("cache/*.tmp"))
 
 
-@pytest.mark.parametrize("file", ["metrics.jsonl", "tensorboard"])
+@pytest.mark.parametrize("file", ["metrics.jsonl", "tensorboard", "samples.jsonl"])
 def test_metrics_that_cannot_be_written_end_the_run_after_a_checkpoint(tmp_path, file):
     def before(rank):
         from torch.utils.tensorboard import SummaryWriter
@@ -266,7 +266,10 @@ def test_metrics_that_cannot_be_written_end_the_run_after_a_checkpoint(tmp_path,
             add_scalar(self, name, value, step)
 
         def reported(self, step, values, due):
-            if step == 3:
+            if step == 2 and file == "samples.jsonl":
+                (self.path.parent / file).unlink()
+                (self.path.parent / file).symlink_to("/dev/full")
+            if step == 3 and file == "metrics.jsonl":
                 self.file.close()
                 self.file = open("/dev/full", "a")
             report(self, step, values, due)
@@ -276,13 +279,38 @@ def test_metrics_that_cannot_be_written_end_the_run_after_a_checkpoint(tmp_path,
         else:
             MetricsLog.report = reported
 
-    line = arguments(tmp_path, "--run.steps 50")
+    samples = f"--run.samples 1 --run.eval_every 1 --data.eval {rows('sft_eval', 4)}"
+    line = arguments(tmp_path, f"--run.steps 50 {samples * (file == 'samples.jsonl')}")
     ranks(line, 2, code=1, before=before).refused(
         rf"rank 0, .*/{file} cannot be written at step 3: No space left on device \(.* GiB are free"
     )
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-4"]
-    logged = [1, 2, 3, 4] if file == "tensorboard" else [1, 2]
+    logged = [1, 2] if file == "metrics.jsonl" else [1, 2, 3, 4]
     assert [line["step"] for line in metrics(tmp_path / "run")] == logged
+
+
+def test_a_disk_that_is_full_at_the_start_is_one_sentence_and_nothing_is_in_the_way(tmp_path):
+    def before(rank):
+        import resource
+
+        from ulysses.run import training_run
+
+        write, unlimited = training_run.replace_file, resource.RLIM_INFINITY
+
+        def limited(*args):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, unlimited))
+            try:
+                write(*args)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        training_run.replace_file = limited
+
+    ranks(arguments(tmp_path), 1, code=1, before=before).refused(
+        "/run cannot be written: File too large .* GiB are free there"
+    )
+    ranks(arguments(tmp_path), 1)
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "export"])

@@ -1,5 +1,6 @@
 """Whole runs of DPO, RM, KTO and adapters: training, evaluation, checkpoints, references, exports read by others."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,11 @@ from models.folders import read_config, read_json
 from models.initial_weights import InitialWeights
 from models.lora import is_adapter
 from models.scored import RewardModel
-from tests.e2e.launch import metrics, python, rows, tiny
+from tests.e2e.launch import metrics, python, rows, tiny, without_times
 from tests.harness import run_distributed
 from tests.zero_case import filled
 from ulysses.check.preflight import prepare
 from ulysses.config.command_line import parse_command_line
-from ulysses.config.section import ConfigError
 from ulysses.export import main
 from ulysses.options import stage_of
 from ulysses.parallel.batch import Sequence, pack_shard
@@ -104,13 +104,29 @@ def test_kto_trains_against_its_reference_in_every_epoch(tmp_path):
     assert alone[4]["kl"] == 0.0  # one example: no mismatch, no baseline, and finite
 
 
-def test_a_run_resumes_only_with_its_cached_reference(tmp_path):
-    """It is refused before anything is built."""
-    on_ranks(1, settings("dpo", tmp_path / "run", "--run.steps 2"))
-    lost = f"--run.steps 6 --run.resume auto --data.cache {tmp_path}/cache"
-    gone = r"no longer has the initial policy; restore data\.cache, or set dpo\.ref"
-    with pytest.raises(ConfigError, match=gone):
-        TrainingRun(configured(settings("dpo", tmp_path / "run", lost))).__enter__()
+def test_a_run_resumes_without_its_cached_reference(base, tmp_path):
+    """The initial policy computes it again, before the checkpoint's weights are loaded."""
+    typed = f"{pretrained(base)} --optimizer.lr 0.01 --run.steps 4 --run.save_every 2 --run.resume auto"
+    lines = [
+        settings("dpo", tmp_path / "run", f"{typed} --data.cache {tmp_path}/{cache}")
+        for cache in ("first", "second")
+    ]
+    whole = on_ranks(1, lines[0])
+    assert whole[-1]["reference_gap"] > 0.1
+    shutil.rmtree(tmp_path / "run/checkpoints/step-4")
+    shutil.rmtree(tmp_path / "run/export")
+    shutil.rmtree(tmp_path / "first")
+    again = on_ranks(1, lines[1])
+    assert len(again) == 4 and without_times(again) == without_times(whole)
+
+
+def test_a_policy_goes_on_from_another_stages_checkpoint(tmp_path):
+    """Which holds no rollout: the first one is drawn by the weights of the checkpoint."""
+    on_ranks(1, tiny("sft", tmp_path, "--run.steps 2 --run.export false"))
+    anyway = "--run.steps 4 --run.resume auto --run.resume_anyway true --run.export false"
+    short = "--data.max_length 64 --ppo.max_new_tokens 8 --ppo.epochs 1 --ppo.minibatches 1"
+    lines = on_ranks(1, tiny("grpo", tmp_path, f"{anyway} {short}"))
+    assert [line.get("rollout") for line in lines] == [None, None, 2, 3]
 
 
 def test_reward_model_scores_the_same_in_transformers(tmp_path):

@@ -4,7 +4,7 @@ Values and keys are checked before, as the configuration is read (config/command
 that a process can make alone. The others are called later (run/training_run.py):
 
     data         check_examples, once the data are open (run/build.py)
-    resuming     changes and the stage's check_resumed, before a checkpoint is continued
+    resuming     changes, before a checkpoint is continued
     processes    agree, once the processes have met
     folder       hold_output, after they agree; until then nothing is written into the run's folder
     plan         check_kernel and choose_memory, before the run takes memory

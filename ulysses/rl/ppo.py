@@ -370,7 +370,9 @@ class PpoStage(ReferencedStage):
 
     def load(self, folder: Path) -> None:
         """Restore the rollout; the next one is made with the restored weights."""
-        self.maker.rollout = Rollout.load(folder / ROLLOUT_FILE)
+        # a run may continue another stage's checkpoint (run.resume_anyway)
+        if (file := folder / ROLLOUT_FILE).exists():
+            self.maker.rollout = Rollout.load(file)
 
 
 def _scores(answers: list[list[Trajectory]]) -> Metrics:

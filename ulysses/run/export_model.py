@@ -41,6 +41,7 @@ from ulysses.config.schema import Config
 from ulysses.data.read.sources import parse_sources
 from ulysses.data.read.tokenizer import SPECIAL_NAMES
 from ulysses.disk import whole_folder, write_json
+from ulysses.options import stage_of
 from ulysses.run.metrics import METRICS, logged
 
 CARD = "README.md"
@@ -267,7 +268,7 @@ def model_card(config: Config, step: int) -> str:
 ---
 # Trained by {config.stage} from {base or "a random start"}
 
-{step} steps of {config.batch.examples} examples.
+{step} steps of {stage_of(config).requirements.examples_per_step} examples.
 
 ```json
 {json.dumps(facts, indent=2)}

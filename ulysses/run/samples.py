@@ -20,7 +20,7 @@ from operator import itemgetter
 from ulysses.check.input_files import RunInputs
 from ulysses.data.read.messages import Message
 from ulysses.data.serve.dataset import TokenizedDataset
-from ulysses.disk import writing
+from ulysses.disk import DiskError, writing
 from ulysses.rl.engine_sampler import EngineSampler
 from ulysses.rl.rollout_dataset import Rollout
 from ulysses.rl.sampler import SamplingOptions
@@ -114,19 +114,23 @@ class Samples:
             raise InterruptedError
 
     def _write(self, by: str, answered: Iterable[tuple[list[int], list[int] | str]]) -> None:
-        """Write prompts with their answers, which may be texts."""
+        """Write prompts with their answers, which may be texts; a full disk ends the run after a checkpoint."""
         if not self.log:
             return
         step, run_id = self.trainer.step, self.trainer.description["run"]
         board = self.log.trackers.get("tensorboard")
-        with writing(self.path), self.path.open("a") as file:
-            for prompt, answer in answered:
-                text = answer if isinstance(answer, str) else self.decode(answer)
-                texts = {"prompt": self.decode(prompt), "answer": text}
-                line = {"step": step, "run": run_id, "by": by, **texts}
-                print(json.dumps(line), file=file)
-                if board:
-                    board.writer.add_text(f"samples/{by}", "\n\n".join(texts.values()), step)
+        lines = []
+        for prompt, answer in answered:
+            text = answer if isinstance(answer, str) else self.decode(answer)
+            texts = {"prompt": self.decode(prompt), "answer": text}
+            lines.append(json.dumps({"step": step, "run": run_id, "by": by, **texts}) + "\n")
+            if board:
+                board.writer.add_text(f"samples/{by}", "\n\n".join(texts.values()), step)
+        try:
+            with writing(self.path, f" at step {step}"), self.path.open("a") as file:
+                file.write("".join(lines))  # at once: a kill leaves whole lines
+        except DiskError as error:
+            self.log.failure = self.log.failure or error
 
     def _dialogue(self, one: Trajectory) -> str:
         """Return an answer's text; in an episode with a mark where the model says something, or is told something."""

@@ -24,8 +24,8 @@ from ulysses.check.preflight import prepare, remarks, remarks_on_data
 from ulysses.check.run_folder import HELD_OUT, digests_of_inputs, hold_output
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
-from ulysses.config.section import error_context, refuse
-from ulysses.disk import replace_file
+from ulysses.config.section import error_context
+from ulysses.disk import replace_file, writing
 from ulysses.options import gradient_policies
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.hardware import GIB, slow_products, this_machine
@@ -122,8 +122,6 @@ class TrainingRun:
         self.changes: list[str] = []
         if inputs.resume_from:
             self.changes = changes(inputs.config, inputs.resume_from, self.digests)
-            data = [train, held_out] if held_out else [train]
-            refuse([*inputs.stage.check_resumed(inputs.weights, inputs.kernel.name, data)])
 
     def _agree(self) -> None:
         """Refuse processes that differ, and take the run folder."""
@@ -243,11 +241,12 @@ class TrainingRun:
             for change in self.changes:
                 self.say(f"  changed since then: {change}")
                 # the best loss was of other rows, or another one
-                if change.startswith((HELD_OUT, f"{config.stage}.")):
+                if change.startswith((HELD_OUT, "stage ", f"{config.stage}.")):
                     self.trainer.best = None
         if self.mesh.is_main:
-            os.makedirs(os.path.realpath(config.output / "checkpoints"), exist_ok=True)
-            replace_file(config.output / "config.json", config.model_dump_json(indent=2))
+            with writing(config.output):
+                os.makedirs(os.path.realpath(config.output / "checkpoints"), exist_ok=True)
+                replace_file(config.output / "config.json", config.model_dump_json(indent=2))
             save_tokenizer(inputs, config.output / "tokenizer")
         dist.barrier()
 

@@ -3,14 +3,14 @@
 A stage's file holds its checks, its requirements, its losses and its construction. Its table of settings is in
 ulysses/config/stage_sections.py. Other files get the stage from ulysses/options.py, and never ask for its name.
 
-before the run     check, unread, check_tokenizer, check_data, check_resumed, requirements, exported_config
+before the run     check, unread, check_tokenizer, check_data, requirements, exported_config
 construction       build, extend_data, show_rollouts, total_steps
 every step         read, before_step, normalisers, losses, finalise_metrics, after_step; at the first check_first_step;
                    trained_examples, if it fails
 now and then       evaluate; save and load, of a stage with a state of its own
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -253,12 +253,6 @@ class Stage:
 
     def check_data(self, train: TokenizedDataset) -> Iterator[str]:
         """Yield the errors that need the open training data."""
-        yield from ()
-
-    def check_resumed(
-        self, weights: InitialWeights, kernel: str, data: Iterable[TokenizedDataset]
-    ) -> Iterator[str]:
-        """Yield what a run that continues a checkpoint lacks; `data` are its training and its held-out data."""
         yield from ()
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:

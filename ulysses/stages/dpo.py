@@ -11,7 +11,7 @@ steps so far, and aot sorts the margins of the step's pairs, which a first pass 
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from losses.dpo import REFERENCE_FREE, dpo_loss, ld_dpo_weights
 from losses.preference import aot_margins
-from models.initial_weights import InitialWeights
 from ulysses.data.serve.dataset import Example, TokenizedDataset
 from ulysses.disk import write_json
 from ulysses.parallel.batch import Sequence, ShardedBatch
@@ -107,24 +106,11 @@ class DpoStage(ReferencedStage):
         cached = reference._replace(passes=0.0, shares_weights=True)
         return requirements._replace(models=(cached,))
 
-    def check_resumed(
-        self, weights: InitialWeights, kernel: str, data: Iterable[TokenizedDataset]
-    ) -> Iterator[str]:
-        # with adapters off the trained model is the initial policy at any time
-        if not self.is_cached or self.config.model.lora.rank:
-            return
-        files = (cache_file(self.config, weights, kernel, each) for each in data)
-        if gone := [str(path) for path in files if not path.with_suffix(".json").exists()]:
-            yield (
-                f"the reference log-probabilities of this run are gone: there is no {' and no '.join(gone)}, and "
-                "resuming no longer has the initial policy; restore data.cache, or set dpo.reference to the initial "
-                "model's path"
-            )
-
     def extend_data(self, parts: RunParts, data: TokenizedDataset) -> TokenizedDataset:
         """Let the data carry the initial policy's log-probabilities if they are to be cached.
 
-        Unless data.cache holds them they are computed now, with the weights that training starts from.
+        Unless data.cache holds them they are computed now, with the weights that training starts from. Those of a
+        checkpoint are loaded later.
         """
         if not self.is_cached:
             return data
