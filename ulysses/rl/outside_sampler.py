@@ -215,21 +215,19 @@ class OutsideSampler(AnySampler):
         self, prompts: Mapping[int, list[int]], rollout: int
     ) -> dict[int, Completion]:
         answers, parts = super().sample_together(prompts, rollout), self.parts
-        rows = {n: answer.after(prompts[n]) for n, answer in answers.items()}
-        most = parts.tokens_per_microbatch
-        fitting = [n for n, row in rows.items() if len(row.tokens) <= most]
-        if not (self.wants_gap and fitting):
+        if not self.wants_gap:
             return answers
+        rows = [answer.after(prompts[n]) for n, answer in answers.items()]
         with parts.engine.inference():
             ours = token_values(
                 lambda batch: parts.engine(batch, temperature=self.options.temperature).logps,
-                [len(rows[n].tokens) for n in fitting],
-                lambda i: [rows[fitting[i]]],
+                [len(row.tokens) for row in rows],
+                lambda i: [rows[i]],
                 parts,
             )
         # row i predicts token i + 1, and the first token of a prompt is not drawn
-        drawn = np.roll(np.concatenate([rows[n].loss_weights for n in fitting]), -1)
-        theirs = torch.tensor([logp for n in fitting for logp in answers[n].logps])
+        drawn = np.roll(np.concatenate([row.loss_weights for row in rows]), -1)
+        theirs = torch.tensor([logp for answer in answers.values() for logp in answer.logps])
         self.check_gap((ours[drawn > 0] - theirs).abs().mean().item())
         return answers
 
