@@ -142,11 +142,8 @@ class Endpoint(ThreadingHTTPServer):
 
 def _completion(turn: Turn, model: object, stream: bool) -> Json:
     """Return a turn in OpenAI's form; a stream of it has one chunk."""
-    reason, message = "tool_calls" if turn.tool_calls else "stop", turn.message
-    if stream and turn.tool_calls:
-        numbered = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
-        message = {**message, "tool_calls": numbered}
-    choice = {"index": 0, "delta" if stream else "message": message, "logprobs": None}
+    reason = "tool_calls" if turn.tool_calls else "stop"
+    choice = {"index": 0, "delta" if stream else "message": turn.message, "logprobs": None}
     told, said = len(turn.prompt), len(turn.tokens)
     usage = {"prompt_tokens": told, "completion_tokens": said, "total_tokens": told + said}
     return {
