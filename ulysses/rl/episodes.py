@@ -23,8 +23,8 @@ from typing import Any
 
 from ulysses.config.section import LARGEST, UserCodeError, visible
 from ulysses.config.stage_sections import PpoSection
-from ulysses.rl.any_sampler import AnySampler
 from ulysses.rl.endpoint import Endpoint
+from ulysses.rl.engine_sampler import AnySampler
 from ulysses.rl.model import EpisodeOverError, Model
 from ulysses.rl.rewards import Row, failure, load_function
 from ulysses.rl.sampler import Completion, Request, Requests

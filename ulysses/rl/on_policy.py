@@ -20,7 +20,7 @@ from ulysses.config.stage_sections import NOT_OF_SAMPLING
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence
 from ulysses.parallel.random_keys import keyed_generator
-from ulysses.rl.any_sampler import AnySampler
+from ulysses.rl.engine_sampler import AnySampler
 from ulysses.rl.samplers import build_sampler, check_sampling, unread_settings
 from ulysses.stages.base import Metrics, PlannedRollout, Requirements, RunParts, StepBatches
 from ulysses.stages.distill import DistillStage

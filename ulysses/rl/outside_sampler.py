@@ -26,7 +26,7 @@ from ulysses.config.schema import Config
 from ulysses.config.section import UserCodeError
 from ulysses.parallel.mesh import gather
 from ulysses.parallel.random_keys import seed_of
-from ulysses.rl.any_sampler import AnySampler
+from ulysses.rl.engine_sampler import AnySampler
 from ulysses.rl.sampler import Completion, Request, Requests, SamplingOptions
 from ulysses.rl.sampling_server import MORE_ROOM, Server
 from ulysses.rl.servers import Json, LostError, in_thread

@@ -35,7 +35,7 @@ from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import gather
 from ulysses.rl.advantages import OPPOSED, advantages_of
-from ulysses.rl.any_sampler import AnySampler
+from ulysses.rl.engine_sampler import AnySampler
 from ulysses.rl.rollout_dataset import Rollout
 from ulysses.rl.servers import in_thread
 from ulysses.rl.trajectory import Trajectory, episodes_of

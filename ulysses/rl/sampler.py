@@ -92,6 +92,9 @@ class Request(NamedTuple):
         return seed_of(self.number, self.call) if self.call else self.number
 
 
+Task = tuple[Request, Completion]  # an answer at work, with the tokens drawn so far
+
+
 class Requests:
     """What a sampler is asked for; here all of it is known at once, and elsewhere more comes while it decodes.
 
@@ -120,13 +123,6 @@ class Requests:
     def answer(self, request: Request, completion: Completion) -> None:
         """Hand over a completion, in any thread."""
         self.completions[request.number] = completion
-
-
-class Task(NamedTuple):
-    """An answer that waits or is at work, with the tokens drawn so far."""
-
-    request: Request
-    answer: Completion
 
 
 def sampling_bytes(config: ModelConfig, longest: int, element_size: int) -> tuple[float, float]:
@@ -170,7 +166,7 @@ class Sampler:
 
     Attributes:
         decoder: the layers, whose parameters are the weights.
-        waiting: the answers that have not begun, the next one last.
+        waiting: the requests whose answers have not begun, the next one last.
         held: the newest prompt in the cache, and its slot; later answers to it copy its keys and values.
         captured: the graphs of the steps by rows and columns of the cache; they share the memory `pool`.
 
@@ -204,7 +200,7 @@ class Sampler:
         on_gpu = self.device.type == "cuda"
         self.graphs = self.graphs and on_gpu and self.decoder.is_capturable
         self.look = self.look or (LOOK if on_gpu else 1)
-        self.waiting: list[Task] = []
+        self.waiting: list[Request] = []
         count = min(options.batch, self.requests.count)
         self.sink = int(config.family.sinks)  # the first column of a token
         # aligned for half-precision kernels
@@ -228,12 +224,12 @@ class Sampler:
     def sample(self) -> None:
         """Answer all requests."""
         rows, waiting = 0, self.waiting
-        busy: dict[int, Task] = {}  # the answers at work, by their slots
+        busy: dict[int, Task] = {}  # by their slots
         while busy or waiting or self.requests.is_open:
             new = self.requests.take(wait=not (busy or waiting))
             # equal prompts one after the other, and those of like length: they share the work, or its padding
             order = sorted(new, key=lambda one: (len(one.prompt), one.prompt, one.key))
-            waiting[:0] = [Task(one, Completion()) for one in order[::-1]]
+            waiting[:0] = order[::-1]
             if waiting:
                 rows = self.new.shape[1]
             elif not busy:
@@ -242,12 +238,12 @@ class Sampler:
             taken = {slot: waiting.pop() for slot in free[: len(waiting)]}
             if taken:
                 self._fill(taken)
-                busy |= taken
+                busy |= {slot: (request, Completion()) for slot, request in taken.items()}
             # with graphs only for a quarter of the rows: capturing another graph costs as much as a few steps
             elif not self.graphs or 4 * len(busy) <= rows:
                 busy = self._close_up(busy)
                 rows = rows // 4 if self.graphs else len(busy)
-            steps, seen = self._plan(list(busy.values()))
+            steps, seen = self._plan([*busy.values()])
             new = [self._advance(rows, seen) for _ in range(steps)]
             self._take(busy, torch.stack(new, dim=-1))
 
@@ -264,10 +260,9 @@ class Sampler:
 
     def _plan(self, tasks: list[Task]) -> tuple[int, int]:
         """Return the number of steps until the host looks again, and the columns of the cache that they see."""
-        drawn = [len(task.answer.tokens) for task in tasks]
-        left = max(task.request.limit - count for task, count in zip(tasks, drawn))
+        left = max(request.limit - len(answer.tokens) for request, answer in tasks)
         steps = min(self.look, left)
-        longest = max(len(task.request.prompt) + count for task, count in zip(tasks, drawn))
+        longest = max(len(request.prompt) + len(answer.tokens) for request, answer in tasks)
         seen = self.sink + longest + steps
         seen += -seen % (GRAPH_COLUMNS if self.graphs else 8)
         return steps, min(seen, self.cache.shape[4])
@@ -289,9 +284,9 @@ class Sampler:
 
     # ---------------------------------------------------------------- new answers
 
-    def _fill(self, taken: dict[int, Task]) -> None:
-        """Begin the answers `taken` in their slots."""
-        prompts = {slot: task.request.prompt for slot, task in taken.items()}
+    def _fill(self, taken: dict[int, Request]) -> None:
+        """Begin the answers to the requests `taken` in their slots."""
+        prompts = {slot: request.prompt for slot, request in taken.items()}
         fresh = {p: slot for slot, p in prompts.items() if p not in self.held}
 
         def share(sources: dict[Prompt, int]) -> None:
@@ -312,8 +307,7 @@ class Sampler:
         self.held = {prompts[slots[-1]]: slots[-1]}
         if self.states:
             self.states.copy(slots[-1], HELD)
-        requests = [task.request for task in taken.values()]
-        begun = [(one.prompt[-1], len(one.prompt) - 1, 0, one.key) for one in requests]
+        begun = [(one.prompt[-1], len(one.prompt) - 1, 0, one.key) for one in taken.values()]
         state = torch.tensor(begun).T
         for part in (self.options.seed, self.rollout):
             state[3] = _mixed(state[3], torch.tensor(wrapped(part)))
