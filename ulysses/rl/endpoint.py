@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
@@ -113,14 +114,11 @@ class Endpoint(ThreadingHTTPServer):
             client, task = request.connection, asyncio.current_task()
 
             def cancel_if_gone() -> None:
-                try:
-                    # a connection is for one request, and what a client sends after it is passed over
-                    has_gone = not client.recv(4096, socket.MSG_DONTWAIT)
-                except BlockingIOError:
-                    has_gone = False
-                except OSError:
-                    has_gone = True
-                if has_gone:
+                received = b""
+                with suppress(OSError):  # as of a connection that was reset
+                    received = client.recv(4096, socket.MSG_DONTWAIT)
+                # a connection is for one request, and what a client sends after it is passed over
+                if not received:
                     task.cancel()
 
             # a client that gives up closes its connection, and an answer that nobody reads is not trained

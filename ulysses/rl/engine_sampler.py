@@ -57,7 +57,7 @@ class AnySampler:
         self.serve(requests, rollout)
         return requests.completions
 
-    def serve(self, requests: Requests, rollout: int = 0) -> None:
+    def serve(self, requests: Requests, rollout: int) -> None:
         """Answer requests until there will be none."""
         raise NotImplementedError
 
@@ -87,10 +87,10 @@ class EngineSampler(AnySampler):
     renew: Callable[[], None] = lambda: None
     warned: bool = False
 
-    def serve(self, requests: Requests, rollout: int = 0) -> None:
+    def serve(self, requests: Requests, rollout: int) -> None:
         """Answer requests until there will be none; all ranks call it together, and then wait for no other."""
         model, device, options = self.engine.module, self.engine.device, self.options
-        main, fitting, why = self.mesh.is_main, 0, "there is no GPU"
+        main, graphs = self.mesh.is_main, False
         bar = progress(desc="sampling", unit="tokens", leave=False, disable=not main)
         with gathered_weights(self.engine) as weights, bar:
             if self.settings and self.settings.lora.rank:
@@ -99,15 +99,15 @@ class EngineSampler(AnySampler):
             if device.type == "cuda":
                 free, dtype = free_bytes(device), next(model.parameters()).dtype
                 fitting = fitting_slots(model.config, requests.longest, dtype, free)
-                why = (
-                    f"{free / 2**30:.1f} GiB of memory hold {fitting} answers with their graphs"
-                )
                 if self.automatic_batch:
                     options = replace(options, batch=max(1, min(fitting, MOST_SLOTS)))
-            graphs = min(options.batch, requests.count) <= fitting
-            if main and not graphs and not self.warned:
-                bar.write(f"sampling without CUDA graphs: {why}")
-                self.warned = True
+                graphs = min(options.batch, requests.count) <= fitting
+                if main and not graphs and not self.warned:
+                    bar.write(
+                        f"sampling without CUDA graphs: {free / 2**30:.1f} GiB of memory hold {fitting} answers with "
+                        "their graphs"
+                    )
+                    self.warned = True
 
             def count(tokens: int) -> None:
                 self.renew()

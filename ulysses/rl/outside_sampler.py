@@ -172,7 +172,7 @@ class OutsideSampler(AnySampler):
 
     # ---------------------------------------------------------------- answers
 
-    def serve(self, requests: Requests, rollout: int = 0) -> None:
+    def serve(self, requests: Requests, rollout: int) -> None:
         """Answer requests until there will be none.
 
         Raises UserCodeError if a server fails several times, or if its answer cannot be trained on.

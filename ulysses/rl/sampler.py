@@ -15,6 +15,7 @@ E head dim, V vocabulary.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -166,7 +167,6 @@ class Sampler:
 
     Attributes:
         decoder: the layers, whose parameters are the weights.
-        waiting: the requests whose answers have not begun, the next one last.
         held: the newest prompt in the cache, and its slot; later answers to it copy its keys and values.
         captured: the graphs of the steps by rows and columns of the cache; they share the memory `pool`.
 
@@ -200,7 +200,6 @@ class Sampler:
         on_gpu = self.device.type == "cuda"
         self.graphs = self.graphs and on_gpu and self.decoder.is_capturable
         self.look = self.look or (LOOK if on_gpu else 1)
-        self.waiting: list[Request] = []
         count = min(options.batch, self.requests.count)
         self.sink = int(config.family.sinks)  # the first column of a token
         # aligned for half-precision kernels
@@ -223,19 +222,18 @@ class Sampler:
     @sdpa_kernel(KERNELS)
     def sample(self) -> None:
         """Answer all requests."""
-        rows, waiting = 0, self.waiting
+        rows, waiting = 0, deque[Request]()
         busy: dict[int, Task] = {}  # by their slots
         while busy or waiting or self.requests.is_open:
             new = self.requests.take(wait=not (busy or waiting))
             # equal prompts one after the other, and those of like length: they share the work, or its padding
-            order = sorted(new, key=lambda one: (len(one.prompt), one.prompt, one.key))
-            waiting[:0] = order[::-1]
+            waiting += sorted(new, key=lambda one: (len(one.prompt), one.prompt, one.key))
             if waiting:
                 rows = self.new.shape[1]
             elif not busy:
                 continue
             free = [slot for slot in range(rows) if slot not in busy]
-            taken = {slot: waiting.pop() for slot in free[: len(waiting)]}
+            taken = {slot: waiting.popleft() for slot in free[: len(waiting)]}
             if taken:
                 self._fill(taken)
                 busy |= {slot: (request, Completion()) for slot, request in taken.items()}

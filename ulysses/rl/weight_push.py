@@ -53,10 +53,8 @@ class WeightPush:
 
     @cached_property
     def device(self) -> torch.device:
-        """Where tensors are when they are sent; a thread of its own would name the first GPU."""
-        if self.backend == "gloo":
-            return torch.device("cpu")
-        return torch.device("cuda", torch.cuda.current_device())
+        """Where tensors are when they are sent."""
+        return torch.device("cpu") if self.backend == "gloo" else self.parts.engine.device
 
     def __call__(self, servers: list[Server]) -> None:
         """Push the weights; all ranks call it together. Raises UserCodeError if a server does not take them."""
