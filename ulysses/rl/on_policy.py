@@ -42,11 +42,7 @@ class OnPolicyStage(DistillStage):
     @property
     def unread(self) -> dict[str, tuple[str, ...]]:
         others = "stage 'distill' reads only the settings of sampling of ppo; remove these"
-        found = {others: NOT_OF_SAMPLING}
-        for reason, names in unread_settings(self.config.ppo).items():
-            # its other names are among NOT_OF_SAMPLING
-            found[reason] = tuple(name for name in names if name.startswith("ppo.sampler_"))
-        return found
+        return {others: NOT_OF_SAMPLING} | unread_settings(self.config.ppo)
 
     def check(self) -> Iterator[str]:
         yield from super().check()
