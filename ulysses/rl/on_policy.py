@@ -68,7 +68,6 @@ class OnPolicyStage(DistillStage):
             batch=0 if ppo.sampler else ppo.planned_batch,
             prompt_tokens=base.longest_example,
             new_tokens=ppo.max_new_tokens,
-            merged=self.config.model.lora.rank > 0,
         )
         longest = base.longest_example + ppo.max_new_tokens
         return base._replace(longest_example=longest, rollout=rollout)

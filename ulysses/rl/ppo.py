@@ -192,7 +192,6 @@ class PpoStage(ReferencedStage):
             prompt_tokens=prompts,
             new_tokens=longest - prompts,
             steps=ppo.steps_per_rollout,
-            merged=self.config.model.lora.rank > 0,
         )
         return base._replace(
             longest_example=longest,
