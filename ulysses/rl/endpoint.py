@@ -11,7 +11,6 @@ import asyncio
 import json
 import secrets
 import socket
-import sys
 import time
 from concurrent.futures import CancelledError
 from contextlib import suppress
@@ -85,8 +84,7 @@ class Endpoint(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, *client: Any) -> None:
-        if not isinstance(sys.exc_info()[1], ConnectionError):  # clients may go
-            super().handle_error(*client)
+        """Say nothing: what is wrong with a request is its answer, and clients may go before it."""
 
     def answer(self, request: Handler) -> tuple[int, Json]:
         """Return the status and the JSON that answer a request."""

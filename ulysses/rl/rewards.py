@@ -138,7 +138,7 @@ class Rewards:
 
     def _scores(self, name: str, batch: Batch, indices: list[int]) -> list[float]:
         """Return the scores of all answers by one function."""
-        scores_all, by_place = takes_all(load_function(name)), dict[int, float]()
+        scores_all, scores = takes_all(load_function(name)), [0.0] * len(indices)
         if scores_all:
             results = [(0, outcome(name, batch, self.timeout))]
         else:
@@ -148,8 +148,7 @@ class Rewards:
             if isinstance(result, str):
                 where = "" if scores_all else f" on example {indices[place]}"
                 raise UserCodeError(f"the reward {name}{where} {result}")
-            by_place |= enumerate(result, place)
-        scores = [by_place[place] for place in range(len(indices))]
+            scores[place : place + len(result)] = result
         for index, score in zip(indices, scores):
             # float32 can square LARGEST; no comparison with nan is true
             if not abs(score) <= LARGEST:

@@ -45,7 +45,6 @@ DRAWING_BYTES = 128
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 Prompt = tuple[int, ...]
-Attend = Callable[[Tensor, SelfAttention, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -459,7 +458,7 @@ class Sampler:
         tokens: Tensor,
         positions: Tensor,
         cache: Tensor,
-        attend: Attend,
+        attend: Callable[..., Tensor],
         recur: Callable[..., Tensor],
     ) -> Tensor:
         """Return normalised hidden states [n L, D] of tokens [n, L] at `positions`.

@@ -13,7 +13,6 @@ itself knows no gloo: tests/servers/gloo_worker.py teaches it.
 
 import base64
 import socket
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
@@ -60,7 +59,8 @@ class WeightPush:
         """Push the weights; all ranks call it together. Raises UserCodeError if a server does not take them."""
         weights = self.parts.served_weights(self.device)
         if not self.parts.mesh.is_main:
-            deque(weights, maxlen=0)
+            for _ in weights:  # which all ranks gather together
+                pass
             return
 
         def every(call: Callable[..., None], *args: object) -> None:
