@@ -132,9 +132,10 @@ class Rewards:
         prompts = [decode(one.prompt) for one in answers]
         texts = [decode(one.tokens) for one in answers]
         batch = prompts, texts, [*map(row_of, indices)]
-        columns = [self._scores(name, batch, indices) for name in self.names]
-        for one, *scores in zip(answers, *columns, strict=True):
-            one.scores = dict(zip(self.names, scores))
+        for name in self.names:
+            scores = self._scores(name, batch, indices)
+            for one, score in zip(answers, scores, strict=True):
+                one.scores[name] = score
 
     def _scores(self, name: str, batch: Batch, indices: list[int]) -> list[float]:
         """Return the scores of all answers by one function."""

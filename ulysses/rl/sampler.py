@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -172,7 +172,7 @@ class Sampler:
     What steps read and write, in tensors whose addresses stay, as CUDA graphs need:
         cache: keys and values of the layers with attention, [layers, 2, B, K, M, E]. With sinks the first column holds
             one more key, whose value is 0: it alone has a 1 in a further entry, where queries have their sink's logit.
-        states: of the layers with linear attention; None if there are none.
+        states: of the layers with linear attention.
         slot_state: [4, B] int64 of the answers at work: the newest token, its position, how many were drawn before
             the next one, and the hash of the answer's number.
         new: the tokens of the last step and their log-probabilities, [2, B] float64.
@@ -210,7 +210,7 @@ class Sampler:
         zeros = partial(torch.zeros, device=self.device)  # masked entries must not be NaN
         self.cache = zeros(shape, dtype=self.head.dtype)
         self.cache[:, 0, :, :, : self.sink, config.head_dim :: 8] = 1
-        self.states = States(config, count, self.head) if config.delta else None
+        self.states = States(config, count, self.head)
         self.slot_state = zeros(4, count, dtype=torch.int64)
         self.new = zeros(2, count, dtype=torch.float64)
         self.held: dict[Prompt, int] = {}
@@ -250,8 +250,7 @@ class Sampler:
         if slots[-1] >= count:
             for part in (*self.cache.flatten(0, 1), *self.slot_state):
                 part[:count] = part[slots]
-            if self.states:
-                self.states.copy(slots, slice(count))
+            self.states.copy(slots, slice(count))
             self.held = {}
         return {new: busy[old] for new, old in enumerate(slots)}
 
@@ -287,14 +286,12 @@ class Sampler:
         fresh = {p: slot for slot, p in prompts.items() if p not in self.held}
 
         def share(sources: dict[Prompt, int]) -> None:
-            """Copy prompts to the slots of their further answers from the slots in `sources`."""
+            """Copy prompts to the slots of their answers from the slots in `sources`."""
             for slot, prompt in prompts.items():
-                source = sources.get(prompt, slot)
-                if source != slot:
-                    columns = self.cache[..., : len(prompt), :]
+                if prompt in sources:
+                    source, columns = sources[prompt], self.cache[..., : len(prompt), :]
                     columns[:, :, slot] = columns[:, :, source]
-                # the state in the held prompt's slot has gone on to its answer, but a copy of it has been kept
-                if self.states and prompt in sources:
+                    # the state in the held prompt's slot has gone on to its answer, but a copy of it has been kept
                     self.states.copy(HELD if sources is self.held else source, slot)
 
         share(self.held)
@@ -302,8 +299,7 @@ class Sampler:
         share(fresh)
         slots = list(prompts)
         self.held = {prompts[slots[-1]]: slots[-1]}
-        if self.states:
-            self.states.copy(slots[-1], HELD)
+        self.states.copy(slots[-1], HELD)
         begun = [(one.prompt[-1], len(one.prompt) - 1, 0, one.key) for one in taken.values()]
         state = torch.tensor(begun).T
         for part in (self.options.seed, self.rollout):
@@ -321,8 +317,7 @@ class Sampler:
             padded = pad_sequence([torch.tensor(p) for p in group], batch_first=True)
             tokens = padded[:, :-1].to(self.device)
             lengths = torch.tensor([len(p) - 1 for p in group], device=self.device)
-            if self.states:
-                self.states.clear([prompts[p] for p in group])
+            self.states.clear([prompts[p] for p in group])
             for first in range(0, tokens.shape[1], self.prefill):
                 self._chunk(slots, tokens[:, first : first + self.prefill], first, lengths)
 
@@ -350,7 +345,7 @@ class Sampler:
             return self._attention(mixer, query, keys, values, mask, enable_gqa=True)
 
         counted = (lengths - first).clamp(0, last - first)
-        recur: Any = self.states and partial(self.states.read, slots, counted)
+        recur = partial(self.states.read, slots, counted)
         self._forward(tokens, positions.expand_as(tokens), self.cache, attend, recur)
 
     # ---------------------------------------------------------------- a step
@@ -397,9 +392,10 @@ class Sampler:
             mask = masks[mixer.attention.window]
             return self._attention(mixer, grouped, keys, values, mask).reshape(query.shape)
 
-        recur: Any = self.states and self.states.step
         cache = self.cache[:, :, :rows]
-        hidden = self._forward(token[:, None], position[:, None], cache, attend, recur)
+        hidden = self._forward(
+            token[:, None], position[:, None], cache, attend, self.states.step
+        )
         u = uniform_bits(scatter_bits(_mixed(key, drawn) + STEP)).double() * 2.0**-53
         tokens, logps = self._draw(hidden, u)
         self.new[:, :rows] = torch.stack([tokens.double(), logps])
