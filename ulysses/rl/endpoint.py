@@ -74,8 +74,13 @@ class Endpoint(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.models: dict[str, Model] = {}
         self.loop = loop
-        self.fixed: Json = {"temperature": ppo.temperature, "top_p": ppo.top_p, "n": 1}
-        self.fixed |= {"tool_choice": "auto", "parallel_tool_calls": True}
+        self.fixed: Json = {
+            "temperature": ppo.temperature,
+            "top_p": ppo.top_p,
+            "n": 1,
+            "tool_choice": "auto",
+            "parallel_tool_calls": True,
+        }
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
         Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 

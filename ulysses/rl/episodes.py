@@ -201,7 +201,9 @@ class Episodes(Requests):
 
     @property
     def is_open(self) -> bool:
-        return not (all(task.done() for task in self.tasks) and self.queue.empty())
+        return bool(
+            self.running
+        )  # one that fails stays, and `take` raises what has gone wrong in it
 
     def take(self, wait: bool) -> list[Request]:
         """Return the new requests.

@@ -215,7 +215,7 @@ class Sampler:
         self.new = zeros(2, count, dtype=torch.float64)
         self.held: dict[Prompt, int] = {}
         self.captured: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        self.pool: tuple[int, int] | None = None
+        self.pool = torch.cuda.graph_pool_handle() if self.graphs else None
 
     @torch.no_grad()
     @sdpa_kernel(KERNELS)
@@ -317,7 +317,7 @@ class Sampler:
             padded = pad_sequence([torch.tensor(p) for p in group], batch_first=True)
             tokens = padded[:, :-1].to(self.device)
             lengths = torch.tensor([len(p) - 1 for p in group], device=self.device)
-            self.states.clear([prompts[p] for p in group])
+            self.states.clear(slots)
             for first in range(0, tokens.shape[1], self.prefill):
                 self._chunk(slots, tokens[:, first : first + self.prefill], first, lengths)
 
@@ -361,7 +361,6 @@ class Sampler:
             self._step(rows, seen)
             if self.graphs:
                 graph = torch.cuda.CUDAGraph()
-                self.pool = self.pool or torch.cuda.graph_pool_handle()
                 # other threads, such as NCCL's, may go on using the GPU
                 with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                     self._step(rows, seen)

@@ -35,7 +35,7 @@ class States:
         self.memory = at_least_float32(like.new_zeros(1)).new_zeros(count, slots + 1, H, E, V)
         self.parts = self.inputs, self.memory
 
-    def clear(self, slots: list[int]) -> None:
+    def clear(self, slots: Tensor) -> None:
         """Clear the states of these slots, in which new prompts begin."""
         for part in self.parts:
             part[:, slots] = 0

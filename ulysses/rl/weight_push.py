@@ -96,8 +96,12 @@ class WeightPush:
         store: dist.Store = tcp
         for prefix in (name, f"{name}/", "cpu/" if is_gloo else "cuda/"):
             store = dist.PrefixStore(prefix, store)
-        where = {"master_address": host, "master_port": tcp.port, "backend": self.backend}
-        where |= {"group_name": name}
+        where = {
+            "master_address": host,
+            "master_port": tcp.port,
+            "backend": self.backend,
+            "group_name": name,
+        }
         if is_gloo:
             met = in_thread(dist.ProcessGroupGloo, store, 0, size, limit)
         else:
