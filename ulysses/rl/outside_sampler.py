@@ -142,8 +142,7 @@ class OutsideSampler(AnySampler):
 
     def _check_marks(self, server: Server, kind: type[UserCodeError]) -> None:
         """Raise such an error if a server was started again, or given weights by others, since it got these."""
-        given = self.marks.get(server)
-        for old, new in zip(given, server.marks()) if given else ():
+        for old, new in zip(self.marks.get(server, ()), server.marks()):
             if None not in (old, new) and old != new:
                 raise kind(
                     f"{server} holds other weights than it was given ({new!r:.100} in place of {old!r:.100}): it was "
