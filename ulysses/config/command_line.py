@@ -342,7 +342,8 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
     if stage and stage.requirements.rollout:
         tables -= {"ppo"}  # where the settings of sampling stand
     # settings that the run does not read, by the beginnings of their names, under the reason
-    unread = {
+    unread = {**stage.unread} if stage else {}
+    unread |= {
         f"stage {config.stage!r} reads no settings of {name}; remove them, or set stage = {name!r}": (
             f"{name}.",
         )
@@ -351,16 +352,15 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
     if not model.lora.rank:
         reason = "model.lora.rank is 0, which trains all weights; set the rank, or remove them"
         unread[reason] = ("model.lora.",)
-    # with trajectories as rows nothing is evaluated, and the stage says so
-    if "rows" not in config.ppo.sampler:
-        if not (data.eval or data.eval_fraction):
-            reason = "there is nothing to evaluate; set data.eval or data.eval_fraction, or remove it"
-            unread[reason] = ("run.eval_every", "run.samples")
-        if not run.eval_every:
-            reason = "only the end of the run is evaluated; set run.eval_every, or remove it"
-            unread[reason] = ("run.patience",)
+    if not (data.eval or data.eval_fraction):
+        reason = (
+            "there is nothing to evaluate; set data.eval or data.eval_fraction, or remove it"
+        )
+        unread[reason] = ("run.eval_every", "run.samples")
+    if not run.eval_every:
+        reason = "only the end of the run is evaluated; set run.eval_every, or remove it"
+        unread[reason] = ("run.patience",)
     if stage:
-        unread |= stage.unread
         name = f"stage {config.stage!r}"
         if stage.dataset_type in ("text", "ranked"):
             unread[f"{name} answers no prompts; remove it"] = ("run.samples",)
@@ -370,11 +370,12 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
         elif stage.dataset_type != "sequence":
             unread[f"{name} trains the last answer only; remove it"] = ("data.train_on",)
     # defaults are no wish of the user's: the config.json of a run has them all
-    given = [
+    given = {
         key for key, info in known_keys().items() if attrgetter(key)(config) != info.default
-    ]
+    }
     for reason, names in unread.items():
-        if found := [key for key in given if key.startswith(names)]:
+        if found := {key for key in given if key.startswith(names)}:
             yield f"{', '.join(sorted(found))}: {reason}"
+        given -= found  # each is told once
     if stage:
         yield from stage.check()

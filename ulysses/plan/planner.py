@@ -94,13 +94,14 @@ def planner_question(
         if other.role == "teacher":
             teacher = frozen
     rollout, samples = requirements.rollout, config.run.samples
+    merged = config.model.lora.rank > 0
     if rollout:
         prompts = -(-requirements.examples_per_load // machine.gpus)
-        rollout = rollout._replace(answers=prompts * rollout.answers)
+        rollout = rollout._replace(answers=prompts * rollout.answers, merged=merged)
     if samples:  # every process answers all of them
         count = samples if isinstance(samples, int) else len(samples)
         lengths = config.ppo.planned_batch, config.data.max_length, config.ppo.max_new_tokens
-        samples = PlannedRollout(count, *lengths, merged=config.model.lora.rank > 0)
+        samples = PlannedRollout(count, *lengths, merged=merged)
     question = Question(
         model,
         machine,

@@ -23,8 +23,8 @@ from typing import Any
 
 from ulysses.config.section import LARGEST, UserCodeError, visible
 from ulysses.config.stage_sections import PpoSection
-from ulysses.rl.any_sampler import AnySampler
 from ulysses.rl.endpoint import Endpoint
+from ulysses.rl.engine_sampler import AnySampler
 from ulysses.rl.model import EpisodeOverError, Model
 from ulysses.rl.rewards import Row, failure, load_function
 from ulysses.rl.sampler import Completion, Request, Requests
@@ -201,7 +201,9 @@ class Episodes(Requests):
 
     @property
     def is_open(self) -> bool:
-        return not (all(task.done() for task in self.tasks) and self.queue.empty())
+        return bool(
+            self.running
+        )  # one that fails stays, and `take` raises what has gone wrong in it
 
     def take(self, wait: bool) -> list[Request]:
         """Return the new requests.

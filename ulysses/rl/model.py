@@ -35,14 +35,12 @@ class EpisodeOverError(BaseException):
     """An episode whose tokens have no room for another turn calls the model; its function does not go on."""
 
 
-@dataclass
-class Turn:
-    """What the model said in one call.
+@dataclass(kw_only=True)
+class Turn(Completion):
+    """What the model said in one call: a completion, and what it means.
 
     number: of the call in the episode.
     prompt: the tokens that it answers.
-    tokens, logps: what was drawn, with the token that ended it, and the log-probabilities.
-    ended: whether the model ended it and it was not cut.
     text: what it said, without special tokens.
     tool_calls: the calls in it, each with "id", "name" and "arguments" (an object).
     message: all of this as a message in OpenAI's form, to be appended to the conversation.
@@ -52,9 +50,6 @@ class Turn:
 
     number: int
     prompt: list[int]
-    tokens: list[int]
-    logps: list[float]
-    ended: bool
     text: str
     tool_calls: list[dict[str, Any]]
     message: dict[str, Any]
@@ -133,10 +128,17 @@ class Model:
             call["id"] = f"c{number:05}{i:03}"  # some templates want nine letters and digits
             arguments = json.dumps(call["arguments"], ensure_ascii=False)
             function = {"name": call["name"], "arguments": arguments}
-            written = {"id": call["id"], "type": "function", "function": function}
+            # of a call in a piece of a stream clients ask for the index, and elsewhere they pass over it
+            written = {"index": i, "id": call["id"], "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(written)
-        said = drawn.tokens, drawn.logps, drawn.ended, text
-        turn = Turn(number, prompt, *said, calls, message)
+        turn = Turn(
+            **vars(drawn),
+            number=number,
+            prompt=prompt,
+            text=text,
+            tool_calls=calls,
+            message=message,
+        )
         self.turns.append(turn)
         return turn
 
@@ -174,6 +176,7 @@ class Model:
         """Return what was told and said: one trajectory, or several if the episode has branches."""
         branches: list[Trajectory] = []
         turns = sorted(self.turns, key=attrgetter("number"))
+        ended = not self.is_over and all(turn.ended for turn in turns[-1:])
         for turn in turns:
             prompt = turn.prompt
             for branch in branches:
@@ -181,14 +184,12 @@ class Model:
                 if prompt[: len(held)] == held:
                     break
             else:
-                held, branch = prompt, Trajectory(prompt, [], [], [], False, 0, episode, row)
+                held, branch = prompt, Trajectory(prompt, [], [], [], ended, 0, episode, row)
                 branches.append(branch)
             told = prompt[len(held) :]
             branch.tokens += told + turn.tokens
             branch.logps += [0.0] * len(told) + turn.logps
             branch.sampled += [False] * len(told) + [True] * len(turn.tokens)
-        for branch in branches:
-            branch.ended = turns[-1].ended and not self.is_over
         return branches
 
 

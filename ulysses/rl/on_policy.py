@@ -20,7 +20,7 @@ from ulysses.config.stage_sections import NOT_OF_SAMPLING
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence
 from ulysses.parallel.random_keys import keyed_generator
-from ulysses.rl.any_sampler import AnySampler
+from ulysses.rl.engine_sampler import AnySampler
 from ulysses.rl.samplers import build_sampler, check_sampling, unread_settings
 from ulysses.stages.base import Metrics, PlannedRollout, Requirements, RunParts, StepBatches
 from ulysses.stages.distill import DistillStage
@@ -42,11 +42,7 @@ class OnPolicyStage(DistillStage):
     @property
     def unread(self) -> dict[str, tuple[str, ...]]:
         others = "stage 'distill' reads only the settings of sampling of ppo; remove these"
-        found = {others: NOT_OF_SAMPLING}
-        for reason, names in unread_settings(self.config.ppo).items():
-            # its other names are among NOT_OF_SAMPLING
-            found[reason] = tuple(name for name in names if name.startswith("ppo.sampler_"))
-        return found
+        return {others: NOT_OF_SAMPLING} | unread_settings(self.config.ppo)
 
     def check(self) -> Iterator[str]:
         yield from super().check()
@@ -72,7 +68,6 @@ class OnPolicyStage(DistillStage):
             batch=0 if ppo.sampler else ppo.planned_batch,
             prompt_tokens=base.longest_example,
             new_tokens=ppo.max_new_tokens,
-            merged=self.config.model.lora.rank > 0,
         )
         longest = base.longest_example + ppo.max_new_tokens
         return base._replace(longest_example=longest, rollout=rollout)

@@ -26,7 +26,7 @@ from ulysses.config.schema import Config
 from ulysses.config.section import UserCodeError
 from ulysses.parallel.mesh import gather
 from ulysses.parallel.random_keys import seed_of
-from ulysses.rl.any_sampler import AnySampler
+from ulysses.rl.engine_sampler import AnySampler
 from ulysses.rl.sampler import Completion, Request, Requests, SamplingOptions
 from ulysses.rl.sampling_server import MORE_ROOM, Server
 from ulysses.rl.servers import Json, LostError, in_thread
@@ -142,8 +142,7 @@ class OutsideSampler(AnySampler):
 
     def _check_marks(self, server: Server, kind: type[UserCodeError]) -> None:
         """Raise such an error if a server was started again, or given weights by others, since it got these."""
-        given = self.marks.get(server)
-        for old, new in zip(given, server.marks()) if given else ():
+        for old, new in zip(self.marks.get(server, ()), server.marks()):
             if None not in (old, new) and old != new:
                 raise kind(
                     f"{server} holds other weights than it was given ({new!r:.100} in place of {old!r:.100}): it was "
@@ -172,7 +171,7 @@ class OutsideSampler(AnySampler):
 
     # ---------------------------------------------------------------- answers
 
-    def serve(self, requests: Requests, rollout: int = 0) -> None:
+    def serve(self, requests: Requests, rollout: int) -> None:
         """Answer requests until there will be none.
 
         Raises UserCodeError if a server fails several times, or if its answer cannot be trained on.
@@ -215,21 +214,19 @@ class OutsideSampler(AnySampler):
         self, prompts: Mapping[int, list[int]], rollout: int
     ) -> dict[int, Completion]:
         answers, parts = super().sample_together(prompts, rollout), self.parts
-        rows = {n: answer.after(prompts[n]) for n, answer in answers.items()}
-        most = parts.tokens_per_microbatch
-        fitting = [n for n, row in rows.items() if len(row.tokens) <= most]
-        if not (self.wants_gap and fitting):
+        if not self.wants_gap:
             return answers
+        rows = [answer.after(prompts[n]) for n, answer in answers.items()]
         with parts.engine.inference():
             ours = token_values(
                 lambda batch: parts.engine(batch, temperature=self.options.temperature).logps,
-                [len(rows[n].tokens) for n in fitting],
-                lambda i: [rows[fitting[i]]],
+                [len(row.tokens) for row in rows],
+                lambda i: [rows[i]],
                 parts,
             )
         # row i predicts token i + 1, and the first token of a prompt is not drawn
-        drawn = np.roll(np.concatenate([rows[n].loss_weights for n in fitting]), -1)
-        theirs = torch.tensor([logp for n in fitting for logp in answers[n].logps])
+        drawn = np.roll(np.concatenate([row.loss_weights for row in rows]), -1)
+        theirs = torch.tensor([logp for answer in answers.values() for logp in answer.logps])
         self.check_gap((ours[drawn > 0] - theirs).abs().mean().item())
         return answers
 

@@ -192,7 +192,6 @@ class PpoStage(ReferencedStage):
             prompt_tokens=prompts,
             new_tokens=longest - prompts,
             steps=ppo.steps_per_rollout,
-            merged=self.config.model.lora.rank > 0,
         )
         return base._replace(
             longest_example=longest,
@@ -252,12 +251,8 @@ class PpoStage(ReferencedStage):
             maker.rollout = maker.make(
                 number, source.dataset, source.indices_at(number), following
             )
-        # a checkpoint's rollout was laid out for the micro-batches of other processes, which may have been longer
-        longest = max(
-            source.tokens_per_microbatch, int(maker.rollout.sequence_lengths.sum(1).max())
-        )
-        longer = replace(source, tokens_per_microbatch=longest)
-        return longer.micro_batches(maker.rollout, self.rollout_examples(source, step))
+        # a checkpoint's rollout may have been laid out for longer micro-batches, of which each then is one
+        return source.micro_batches(maker.rollout, self.rollout_examples(source, step))
 
     def rollout_examples(self, source: StepLoader, step: int) -> list[int]:
         """Return the examples of a step of the current rollout; every pass takes its groups in a new order."""

@@ -132,13 +132,14 @@ class Rewards:
         prompts = [decode(one.prompt) for one in answers]
         texts = [decode(one.tokens) for one in answers]
         batch = prompts, texts, [*map(row_of, indices)]
-        columns = [self._scores(name, batch, indices) for name in self.names]
-        for one, *scores in zip(answers, *columns, strict=True):
-            one.scores = dict(zip(self.names, scores))
+        for name in self.names:
+            scores = self._scores(name, batch, indices)
+            for one, score in zip(answers, scores, strict=True):
+                one.scores[name] = score
 
     def _scores(self, name: str, batch: Batch, indices: list[int]) -> list[float]:
         """Return the scores of all answers by one function."""
-        scores_all, by_place = takes_all(load_function(name)), dict[int, float]()
+        scores_all, scores = takes_all(load_function(name)), [0.0] * len(indices)
         if scores_all:
             results = [(0, outcome(name, batch, self.timeout))]
         else:
@@ -148,8 +149,7 @@ class Rewards:
             if isinstance(result, str):
                 where = "" if scores_all else f" on example {indices[place]}"
                 raise UserCodeError(f"the reward {name}{where} {result}")
-            by_place |= enumerate(result, place)
-        scores = [by_place[place] for place in range(len(indices))]
+            scores[place : place + len(result)] = result
         for index, score in zip(indices, scores):
             # float32 can square LARGEST; no comparison with nan is true
             if not abs(score) <= LARGEST:

@@ -20,7 +20,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain, groupby
 from typing import Any
 
@@ -35,7 +35,7 @@ from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import gather
 from ulysses.rl.advantages import OPPOSED, advantages_of
-from ulysses.rl.any_sampler import AnySampler
+from ulysses.rl.engine_sampler import AnySampler
 from ulysses.rl.rollout_dataset import Rollout
 from ulysses.rl.servers import in_thread
 from ulysses.rl.trajectory import Trajectory, episodes_of
@@ -174,23 +174,26 @@ class RolloutMaker:
         if self.episodes is not None:
             given = {n: (row, dataset.row(row)) for n, row in rows.items()}
             drawn = self.episodes.draw(given, self.sampler, number)
-            return [replace(one, group=one.episode // each) for one in drawn]
-        prompts = {row: dataset[row].sequences[0].tokens.tolist() for row in {*rows.values()}}
-        to_answer = {n: prompts[row] for n, row in rows.items()}
-        completions = self.sampler.sample(to_answer, number)
-        return [
-            Trajectory(
-                prompts[rows[n]],
-                answer.tokens,
-                answer.logps,
-                [True] * len(answer.tokens),
-                answer.ended,
-                group=n // each,
-                episode=n,
-                row=rows[n],
-            )
-            for n, answer in completions.items()
-        ]
+        else:
+            prompts = {
+                row: dataset[row].sequences[0].tokens.tolist() for row in {*rows.values()}
+            }
+            answers = self.sampler.sample({n: prompts[row] for n, row in rows.items()}, number)
+            drawn = [
+                Trajectory(
+                    prompts[rows[n]],
+                    answer.tokens,
+                    answer.logps,
+                    [True] * len(answer.tokens),
+                    answer.ended,
+                    episode=n,
+                    row=rows[n],
+                )
+                for n, answer in answers.items()
+            ]
+        for one in drawn:
+            one.group = one.episode // each
+        return drawn
 
     def scored(
         self, number: int, dataset: TokenizedDataset, local: list[Trajectory], asked: int = 0
@@ -207,7 +210,8 @@ class RolloutMaker:
             self.reward(lasts, dataset.row)
         self.parts.phase("rollout")
         trajectories = sorted(chain(*gather(local)), key=lambda one: one.episode)
-        if (lost := asked - len(episodes_of(trajectories))) > 0:
+        episodes = episodes_of(trajectories)
+        if (lost := asked - len(episodes)) > 0:
             self.parts.say(
                 f"dropped {lost} of {asked} episodes without a turn: a first prompt left no room for one in "
                 "ppo.max_episode_tokens, or the function gave up on its calls of the model"
@@ -223,7 +227,7 @@ class RolloutMaker:
                 if self.ppo.rollout not in one.scores:
                     one.scores[self.ppo.reward_model] = score
         factors = {**self.ppo.reward, self.ppo.rollout: 1.0}
-        for branches in episodes_of(trajectories):
+        for branches in episodes:
             scores = branches[-1].scores
             score = sum(factors[name] * x for name, x in scores.items())
             if not abs(score) <= LARGEST:

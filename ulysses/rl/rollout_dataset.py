@@ -72,7 +72,7 @@ class Rollout:
         tokens, predicted_at, weights, layout = [], [], [], []
         rows, example, room, held = np.empty(0, np.int64), 0, 0, 0
         for place, group in enumerate(groups.values()):
-            for trajectory, in_common in zip(*depth_first(group, share_drawn)):
+            for trajectory, in_common in depth_first(group, share_drawn):
                 whole, drawn = trajectory.whole, trajectory.drawn
                 # the last token in common predicts the first that differs
                 prefix = max(0, in_common - 1)

@@ -15,11 +15,12 @@ E head dim, V vocabulary.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +45,6 @@ DRAWING_BYTES = 128
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 Prompt = tuple[int, ...]
-Attend = Callable[[Tensor, SelfAttention, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,9 @@ class Request(NamedTuple):
         return seed_of(self.number, self.call) if self.call else self.number
 
 
+Task = tuple[Request, Completion]  # an answer at work, with the tokens drawn so far
+
+
 class Requests:
     """What a sampler is asked for; here all of it is known at once, and elsewhere more comes while it decodes.
 
@@ -120,13 +123,6 @@ class Requests:
     def answer(self, request: Request, completion: Completion) -> None:
         """Hand over a completion, in any thread."""
         self.completions[request.number] = completion
-
-
-class Task(NamedTuple):
-    """An answer that waits or is at work, with the tokens drawn so far."""
-
-    request: Request
-    answer: Completion
 
 
 def sampling_bytes(config: ModelConfig, longest: int, element_size: int) -> tuple[float, float]:
@@ -170,14 +166,13 @@ class Sampler:
 
     Attributes:
         decoder: the layers, whose parameters are the weights.
-        waiting: the answers that have not begun, the next one last.
         held: the newest prompt in the cache, and its slot; later answers to it copy its keys and values.
         captured: the graphs of the steps by rows and columns of the cache; they share the memory `pool`.
 
     What steps read and write, in tensors whose addresses stay, as CUDA graphs need:
         cache: keys and values of the layers with attention, [layers, 2, B, K, M, E]. With sinks the first column holds
             one more key, whose value is 0: it alone has a 1 in a further entry, where queries have their sink's logit.
-        states: of the layers with linear attention; None if there are none.
+        states: of the layers with linear attention.
         slot_state: [4, B] int64 of the answers at work: the newest token, its position, how many were drawn before
             the next one, and the hash of the answer's number.
         new: the tokens of the last step and their log-probabilities, [2, B] float64.
@@ -204,7 +199,6 @@ class Sampler:
         on_gpu = self.device.type == "cuda"
         self.graphs = self.graphs and on_gpu and self.decoder.is_capturable
         self.look = self.look or (LOOK if on_gpu else 1)
-        self.waiting: list[Task] = []
         count = min(options.batch, self.requests.count)
         self.sink = int(config.family.sinks)  # the first column of a token
         # aligned for half-precision kernels
@@ -216,38 +210,37 @@ class Sampler:
         zeros = partial(torch.zeros, device=self.device)  # masked entries must not be NaN
         self.cache = zeros(shape, dtype=self.head.dtype)
         self.cache[:, 0, :, :, : self.sink, config.head_dim :: 8] = 1
-        self.states = States(config, count, self.head) if config.delta else None
+        self.states = States(config, count, self.head)
         self.slot_state = zeros(4, count, dtype=torch.int64)
         self.new = zeros(2, count, dtype=torch.float64)
         self.held: dict[Prompt, int] = {}
         self.captured: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        self.pool: tuple[int, int] | None = None
+        self.pool = torch.cuda.graph_pool_handle() if self.graphs else None
 
     @torch.no_grad()
     @sdpa_kernel(KERNELS)
     def sample(self) -> None:
         """Answer all requests."""
-        rows, waiting = 0, self.waiting
-        busy: dict[int, Task] = {}  # the answers at work, by their slots
+        rows, waiting = 0, deque[Request]()
+        busy: dict[int, Task] = {}  # by their slots
         while busy or waiting or self.requests.is_open:
             new = self.requests.take(wait=not (busy or waiting))
             # equal prompts one after the other, and those of like length: they share the work, or its padding
-            order = sorted(new, key=lambda one: (len(one.prompt), one.prompt, one.key))
-            waiting[:0] = [Task(one, Completion()) for one in order[::-1]]
+            waiting += sorted(new, key=lambda one: (len(one.prompt), one.prompt, one.key))
             if waiting:
                 rows = self.new.shape[1]
             elif not busy:
                 continue
             free = [slot for slot in range(rows) if slot not in busy]
-            taken = {slot: waiting.pop() for slot in free[: len(waiting)]}
+            taken = {slot: waiting.popleft() for slot in free[: len(waiting)]}
             if taken:
                 self._fill(taken)
-                busy |= taken
+                busy |= {slot: (request, Completion()) for slot, request in taken.items()}
             # with graphs only for a quarter of the rows: capturing another graph costs as much as a few steps
             elif not self.graphs or 4 * len(busy) <= rows:
                 busy = self._close_up(busy)
                 rows = rows // 4 if self.graphs else len(busy)
-            steps, seen = self._plan(list(busy.values()))
+            steps, seen = self._plan([*busy.values()])
             new = [self._advance(rows, seen) for _ in range(steps)]
             self._take(busy, torch.stack(new, dim=-1))
 
@@ -257,17 +250,15 @@ class Sampler:
         if slots[-1] >= count:
             for part in (*self.cache.flatten(0, 1), *self.slot_state):
                 part[:count] = part[slots]
-            if self.states:
-                self.states.copy(slots, slice(count))
+            self.states.copy(slots, slice(count))
             self.held = {}
         return {new: busy[old] for new, old in enumerate(slots)}
 
     def _plan(self, tasks: list[Task]) -> tuple[int, int]:
         """Return the number of steps until the host looks again, and the columns of the cache that they see."""
-        drawn = [len(task.answer.tokens) for task in tasks]
-        left = max(task.request.limit - count for task, count in zip(tasks, drawn))
+        left = max(request.limit - len(answer.tokens) for request, answer in tasks)
         steps = min(self.look, left)
-        longest = max(len(task.request.prompt) + count for task, count in zip(tasks, drawn))
+        longest = max(len(request.prompt) + len(answer.tokens) for request, answer in tasks)
         seen = self.sink + longest + steps
         seen += -seen % (GRAPH_COLUMNS if self.graphs else 8)
         return steps, min(seen, self.cache.shape[4])
@@ -289,20 +280,18 @@ class Sampler:
 
     # ---------------------------------------------------------------- new answers
 
-    def _fill(self, taken: dict[int, Task]) -> None:
-        """Begin the answers `taken` in their slots."""
-        prompts = {slot: task.request.prompt for slot, task in taken.items()}
+    def _fill(self, taken: dict[int, Request]) -> None:
+        """Begin the answers to the requests `taken` in their slots."""
+        prompts = {slot: request.prompt for slot, request in taken.items()}
         fresh = {p: slot for slot, p in prompts.items() if p not in self.held}
 
         def share(sources: dict[Prompt, int]) -> None:
-            """Copy prompts to the slots of their further answers from the slots in `sources`."""
+            """Copy prompts to the slots of their answers from the slots in `sources`."""
             for slot, prompt in prompts.items():
-                source = sources.get(prompt, slot)
-                if source != slot:
-                    columns = self.cache[..., : len(prompt), :]
+                if prompt in sources:
+                    source, columns = sources[prompt], self.cache[..., : len(prompt), :]
                     columns[:, :, slot] = columns[:, :, source]
-                # the state in the held prompt's slot has gone on to its answer, but a copy of it has been kept
-                if self.states and prompt in sources:
+                    # the state in the held prompt's slot has gone on to its answer, but a copy of it has been kept
                     self.states.copy(HELD if sources is self.held else source, slot)
 
         share(self.held)
@@ -310,10 +299,8 @@ class Sampler:
         share(fresh)
         slots = list(prompts)
         self.held = {prompts[slots[-1]]: slots[-1]}
-        if self.states:
-            self.states.copy(slots[-1], HELD)
-        requests = [task.request for task in taken.values()]
-        begun = [(one.prompt[-1], len(one.prompt) - 1, 0, one.key) for one in requests]
+        self.states.copy(slots[-1], HELD)
+        begun = [(one.prompt[-1], len(one.prompt) - 1, 0, one.key) for one in taken.values()]
         state = torch.tensor(begun).T
         for part in (self.options.seed, self.rollout):
             state[3] = _mixed(state[3], torch.tensor(wrapped(part)))
@@ -330,8 +317,7 @@ class Sampler:
             padded = pad_sequence([torch.tensor(p) for p in group], batch_first=True)
             tokens = padded[:, :-1].to(self.device)
             lengths = torch.tensor([len(p) - 1 for p in group], device=self.device)
-            if self.states:
-                self.states.clear([prompts[p] for p in group])
+            self.states.clear(slots)
             for first in range(0, tokens.shape[1], self.prefill):
                 self._chunk(slots, tokens[:, first : first + self.prefill], first, lengths)
 
@@ -359,7 +345,7 @@ class Sampler:
             return self._attention(mixer, query, keys, values, mask, enable_gqa=True)
 
         counted = (lengths - first).clamp(0, last - first)
-        recur: Any = self.states and partial(self.states.read, slots, counted)
+        recur = partial(self.states.read, slots, counted)
         self._forward(tokens, positions.expand_as(tokens), self.cache, attend, recur)
 
     # ---------------------------------------------------------------- a step
@@ -375,7 +361,6 @@ class Sampler:
             self._step(rows, seen)
             if self.graphs:
                 graph = torch.cuda.CUDAGraph()
-                self.pool = self.pool or torch.cuda.graph_pool_handle()
                 # other threads, such as NCCL's, may go on using the GPU
                 with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                     self._step(rows, seen)
@@ -406,9 +391,10 @@ class Sampler:
             mask = masks[mixer.attention.window]
             return self._attention(mixer, grouped, keys, values, mask).reshape(query.shape)
 
-        recur: Any = self.states and self.states.step
         cache = self.cache[:, :, :rows]
-        hidden = self._forward(token[:, None], position[:, None], cache, attend, recur)
+        hidden = self._forward(
+            token[:, None], position[:, None], cache, attend, self.states.step
+        )
         u = uniform_bits(scatter_bits(_mixed(key, drawn) + STEP)).double() * 2.0**-53
         tokens, logps = self._draw(hidden, u)
         self.new[:, :rows] = torch.stack([tokens.double(), logps])
@@ -467,7 +453,7 @@ class Sampler:
         tokens: Tensor,
         positions: Tensor,
         cache: Tensor,
-        attend: Attend,
+        attend: Callable[..., Tensor],
         recur: Callable[..., Tensor],
     ) -> Tensor:
         """Return normalised hidden states [n L, D] of tokens [n, L] at `positions`.

@@ -7,8 +7,7 @@ import torch
 from ulysses.config.schema import Config
 from ulysses.config.stage_sections import PpoSection
 from ulysses.rl.advantages import ADVANTAGES
-from ulysses.rl.any_sampler import AnySampler
-from ulysses.rl.engine_sampler import EngineSampler
+from ulysses.rl.engine_sampler import AnySampler, EngineSampler
 from ulysses.rl.outside_sampler import OutsideSampler
 from ulysses.rl.sampler import SamplingOptions
 from ulysses.stages.base import RunParts

@@ -160,8 +160,14 @@ class Server:
         }
         if self.dialect == "vllm":
             # without ignore_eos other tokens end answers, too; SGLang's ignore_eos ignores stop_token_ids as well
-            settings |= {"prompt": request.prompt, "max_tokens": request.limit, "seed": seed}
-            settings |= {"ignore_eos": True, "logprobs": 1, "return_token_ids": True}
+            settings |= {
+                "prompt": request.prompt,
+                "max_tokens": request.limit,
+                "seed": seed,
+                "ignore_eos": True,
+                "logprobs": 1,
+                "return_token_ids": True,
+            }
             choice = self.call("/v1/completions", settings)["choices"][0]
             tokens, logps = choice["token_ids"], choice["logprobs"]["token_logprobs"]
             reason = choice["finish_reason"]

@@ -5,14 +5,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 
 from ulysses.config.section import UserCodeError, visible
 from ulysses.environment import api_headers
 
-Value = TypeVar("Value")
 Json = Any  # None, numbers, texts, and lists and objects of these
 PAUSE = (
     1.0  # seconds before the second attempt of a request; before the third it is twice as long
@@ -56,9 +55,9 @@ def call(url: str, body: Json = None, *, timeout: float, attempts: int = 3) -> J
         time.sleep(pause)
 
 
-def in_thread(function: Callable[..., Value], *args: object) -> Future[Value]:
+def in_thread(function: Callable[..., Any], *args: object) -> Future[Any]:
     """Call a function in a thread of its own, for which nothing waits when the process ends."""
-    result: Future[Value] = Future()
+    result = Future[Any]()
 
     def call() -> None:
         try:

@@ -12,6 +12,7 @@ from torch import Tensor
 from losses.precision import at_least_float32
 from models.arch import ModelConfig
 from models.delta import GatedDelta
+from models.families import Delta
 from models.ops.delta_rule import as_heads, decays, own_widths
 from ulysses.parallel.recurrence import Recurrence
 
@@ -26,14 +27,15 @@ class States:
     """
 
     def __init__(self, config: ModelConfig, slots: int, like: Tensor) -> None:
-        assert config.delta is not None
+        # a model without linear attention has states of no layers
+        delta = config.delta or Delta(1, 1, 0, 0, 1)
         count = [kind.mixer for kind in config.layers].count("linear_attention")
-        _, H, E, V, width = astuple(config.delta)
-        self.inputs = like.new_zeros(count, slots + 1, width - 1, sum(config.delta.widths))
+        _, H, E, V, width = astuple(delta)
+        self.inputs = like.new_zeros(count, slots + 1, width - 1, sum(delta.widths))
         self.memory = at_least_float32(like.new_zeros(1)).new_zeros(count, slots + 1, H, E, V)
         self.parts = self.inputs, self.memory
 
-    def clear(self, slots: list[int]) -> None:
+    def clear(self, slots: Tensor) -> None:
         """Clear the states of these slots, in which new prompts begin."""
         for part in self.parts:
             part[:, slots] = 0

@@ -51,18 +51,19 @@ def _from_tags(text: str, tools: Sequence[Tool]) -> Function | None:
         return None
     name, arguments = found[1], dict[str, Any](PARAMETER.findall(found[2]))
     described = next((t["function"] for t in tools if t["function"]["name"] == name), {})
-    schemas = _mapping(_mapping(described.get("parameters")).get("properties"))
+    schemas = (described.get("parameters") or {}).get("properties") or {}
     for key, value in arguments.items():
-        schema = _mapping(schemas.get(key))
-        choices = schema.get("anyOf")
-        choices = choices if isinstance(choices, list) else [schema]
-        # without a description, and where it may be a text, a value is what stands there
-        if "string" not in [_mapping(each).get("type", "string") for each in choices]:
+        if not _may_be_text(schemas.get(key)):
             with suppress(BadRowError, RecursionError):
                 arguments[key] = decoded(value, "")
     return {"name": name, "arguments": arguments}
 
 
-def _mapping(value: object) -> Mapping[str, Any]:
-    """Return a part of a JSON schema, which may be anything."""
-    return value if isinstance(value, Mapping) else {}
+def _may_be_text(schema: object) -> bool:
+    """Return whether a value with this JSON schema may be a text, as one that is not described may be."""
+    if not isinstance(schema, Mapping):
+        return True
+    choices = schema.get("anyOf")
+    return (
+        any(map(_may_be_text, choices)) if choices else "string" in schema.get("type", "string")
+    )

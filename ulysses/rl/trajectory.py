@@ -78,10 +78,8 @@ def episodes_of(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
     return [*episodes.values()]
 
 
-def depth_first(
-    group: list[Trajectory], share_drawn: bool
-) -> tuple[list[Trajectory], list[int]]:
-    """Order the trajectories of a group; return also how many first tokens each has in common with the one before it.
+def depth_first(group: list[Trajectory], share_drawn: bool) -> list[tuple[Trajectory, int]]:
+    """Order the trajectories of a group; give each with how many first tokens it shares with the one before it.
 
     Sorting whole sequences gives a depth-first order; where it shares no more, the given order stays.
 
@@ -96,5 +94,5 @@ def depth_first(
         return count if enough else min(count, first)
 
     orders = group, sorted(group, key=lambda one: one.prompt + one.tokens)
-    found = [(order, [0, *starmap(in_common, pairwise(order))]) for order in orders]
-    return max(found, key=lambda one: sum(one[1]))
+    found = [[*zip(order, [0, *starmap(in_common, pairwise(order))])] for order in orders]
+    return max(found, key=lambda pairs: sum(count for _, count in pairs))

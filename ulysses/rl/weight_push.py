@@ -13,7 +13,6 @@ itself knows no gloo: tests/servers/gloo_worker.py teaches it.
 
 import base64
 import socket
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
@@ -53,16 +52,15 @@ class WeightPush:
 
     @cached_property
     def device(self) -> torch.device:
-        """Where tensors are when they are sent; a thread of its own would name the first GPU."""
-        if self.backend == "gloo":
-            return torch.device("cpu")
-        return torch.device("cuda", torch.cuda.current_device())
+        """Where tensors are when they are sent."""
+        return torch.device("cpu") if self.backend == "gloo" else self.parts.engine.device
 
     def __call__(self, servers: list[Server]) -> None:
         """Push the weights; all ranks call it together. Raises UserCodeError if a server does not take them."""
         weights = self.parts.served_weights(self.device)
         if not self.parts.mesh.is_main:
-            deque(weights, maxlen=0)
+            for _ in weights:  # which all ranks gather together
+                pass
             return
 
         def every(call: Callable[..., None], *args: object) -> None:
@@ -98,8 +96,12 @@ class WeightPush:
         store: dist.Store = tcp
         for prefix in (name, f"{name}/", "cpu/" if is_gloo else "cuda/"):
             store = dist.PrefixStore(prefix, store)
-        where = {"master_address": host, "master_port": tcp.port, "backend": self.backend}
-        where |= {"group_name": name}
+        where = {
+            "master_address": host,
+            "master_port": tcp.port,
+            "backend": self.backend,
+            "group_name": name,
+        }
         if is_gloo:
             met = in_thread(dist.ProcessGroupGloo, store, 0, size, limit)
         else:

@@ -46,7 +46,7 @@ class PlannedRollout(NamedTuple):
     batch: how many of them a process decodes at a time; 0 if servers decode.
     prompt_tokens, new_tokens: the most of a prompt and of an answer.
     steps: optimizer steps that are taken on them.
-    merged: adapters are added to a copy of the matrices first.
+    merged: adapters are added to a copy of the matrices first, as the planner sets it for models that have them.
     """
 
     answers: int

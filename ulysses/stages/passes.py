@@ -32,8 +32,7 @@ def packed_batches(
         tokens_per_microbatch: the most tokens of a micro-batch, unless the longest item is longer.
     """
     costs = [sequence_cost(length, windows=mesh.windows) for length in lengths]
-    budget = max([tokens_per_microbatch, *lengths])
-    groups = pack_step(lengths, costs, budget, mesh.data_parallel_size)
+    groups = pack_step(lengths, costs, tokens_per_microbatch, mesh.data_parallel_size)
     for numbers in groups[mesh.dp_rank]:
         packed = sequences(numbers) if numbers else [s.emptied for s in sequences([0])]
         yield numbers, pack_shard(packed, mesh, device)

@@ -157,16 +157,14 @@ def pack_step(
     Args:
         tokens: tokens of each example.
         costs: relative work of each example.
-        tokens_per_microbatch: the most tokens in one micro-batch.
+        tokens_per_microbatch: the most tokens in one micro-batch, unless the longest example has more.
         groups: number of data-parallel groups.
 
     Returns the micro-batches of each group as lists of positions in `tokens`. All groups get the same number of
     micro-batches, as few as packing finds; some are empty if there are fewer examples than groups. Micro-batches with
     the same index run at the same time on all groups, so they get similar costs.
-
-    Raises ValueError: an example is longer than a micro-batch may be.
     """
-    check_fits(max(tokens, default=0), tokens_per_microbatch)
+    tokens_per_microbatch = max([tokens_per_microbatch, *tokens])
     count = max(1, -(-sum(tokens) // (tokens_per_microbatch * groups)))
     bins = None
     while bins is None:
