@@ -5,7 +5,6 @@ and the Hugging Face hub go through `datasets` (library.py). Only .json arrays a
 """
 
 import csv
-import dataclasses
 import gzip
 import json
 import re
@@ -312,7 +311,7 @@ def _unreadable(source: Source, file: Path, row: int, error: Exception) -> DataE
 def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:
     suffix = _suffix(path)
     delimiter = {".csv": ",", ".tsv": "\t"}.get(suffix)
-    open_file: Any = gzip.open if path.suffix == ".gz" else open
+    open_file = gzip.open if path.suffix == ".gz" else open
     with open_file(path, "rb") as file:
         # Bytes that are not UTF-8 become surrogates, for which formats.py refuses their row by its number.
         newline = "" if delimiter else None
@@ -362,7 +361,7 @@ def _absent(source: Source) -> str:
 # ---------------------------------------------------------------- the rows of all sources
 
 
-@dataclasses.dataclass
+@dataclass
 class Report:
     """Counts of what happened to the rows, with examples that name file and row; vars() of it is JSON data."""
 
@@ -370,29 +369,30 @@ class Report:
     kept: int = 0
     tokens: int = 0
     shared: int = 0  # how many of the tokens are prompts that a further answer need not repeat
-    dropped: Counter[str] = dataclasses.field(default_factory=Counter)
-    notes: Counter[str] = dataclasses.field(default_factory=Counter)
-    examples: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        # of a report in JSON they are plain dicts
-        self.dropped, self.notes = Counter(self.dropped), Counter(self.notes)
+    dropped: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[str]] = field(default_factory=dict)
 
     def drop(self, reason: str, where: str) -> None:
         """Count a row that is left out."""
-        self.add(Report(dropped=Counter([reason]), examples={reason: [where]}))
+        self.dropped[reason] += 1
+        self._show(reason, [where])
 
     def note(self, what: str, where: str) -> None:
         """Count what the user should know of a row or a source."""
-        self.add(Report(notes=Counter([what]), examples={what: [where]}))
+        self.notes[what] += 1
+        self._show(what, [where])
 
     def add(self, later: "Report") -> None:
         """Add the rows that a later report dropped and noted."""
         self.dropped.update(later.dropped)
         self.notes.update(later.notes)
         for what, places in later.examples.items():
-            examples = self.examples.setdefault(what, [])
-            examples += places[: EXAMPLES_PER_REASON - len(examples)]
+            self._show(what, places)
+
+    def _show(self, what: str, places: list[str]) -> None:
+        examples = self.examples.setdefault(what, [])
+        examples += places[: EXAMPLES_PER_REASON - len(examples)]
 
     def __str__(self) -> str:
         dropped = sum(self.dropped.values())
