@@ -187,8 +187,8 @@ def read(
     for row in locate_rows(sources, report):
         with dropping(report, "error", row.where) as note:
             for record in read_row(row.value, sources[row.source], kind, note):
-                tokens = partial(load().tokens, record)
-                yield record.row, [tokens(*answer) for answer in record.answers]
+                trained = load()
+                yield record.row, [trained.tokens(record, *each) for each in record.answers]
 
 
 def write(load: Callable[[], Trained], rows: str, out: Path, *, reward: bool) -> None:

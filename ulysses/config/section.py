@@ -137,6 +137,13 @@ def _local(value: object) -> object:
     return absolute(value) if exists and value not in WORDS else value
 
 
+def _template(value: str) -> str:
+    """Make the path of a chat template absolute; the name of one, and the text of one, stay."""
+    is_text = "{{" in value or "{%" in value
+    is_path = "/" in value or value.endswith(".jinja")
+    return absolute(value) if is_path and not is_text else value
+
+
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 # Values that mean no path, even where there is a file of this name.
@@ -145,13 +152,7 @@ LocalPath = Annotated[str, AfterValidator(absolute)]
 PathOrWord = Annotated[str, AfterValidator(lambda x: x if x in WORDS else absolute(x))]
 LOCAL = AfterValidator(_local)
 PathOrName = Annotated[str, LOCAL]
-TemplateName = Annotated[
-    # a path has a / or ends with .jinja; a template's own text has {{ or {%
-    str,
-    AfterValidator(
-        lambda x: absolute(x) if re.search(r"^(?!.*\{[{%]).*(/|\.jinja$)", x, re.S) else x
-    ),
-]
+TemplateName = Annotated[str, AfterValidator(_template)]
 
 
 class Section(BaseModel):

@@ -13,7 +13,7 @@ rank computes the whole plan and takes its own part of it.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -24,15 +24,6 @@ from ulysses.parallel.random_keys import STEP, scatter_bits, wrapped
 # At this many times the model's width attention costs as much as the rest of the model.
 ATTENTION_WIDTHS = 12.0
 ATTENTION_LENGTH = 50_000.0
-
-
-class Examples(Protocol):
-    """What is packed: a TokenizedDataset, or the answers of a rollout."""
-
-    sequence_lengths: np.ndarray
-    prefix_lengths: np.ndarray
-
-    def __getitem__(self, index: int) -> Example: ...
 
 
 @dataclass(eq=False)
@@ -119,9 +110,10 @@ class StepLoader:
         """Return this group's micro-batches of step k; a micro-batch may be empty."""
         return self.micro_batches(self.dataset, self.indices(epoch, k))
 
-    def micro_batches(self, dataset: Examples, indices: list[int]) -> list[list[Example]]:
+    def micro_batches(self, dataset: Any, indices: list[int]) -> list[list[Example]]:
         """Pack some examples of a dataset for all groups, and return this group's micro-batches.
 
+        Answers of a rollout are a dataset too if they have sequence_lengths and prefix_lengths.
         A micro-batch without examples holds one without tokens, which gives it its columns.
         """
         lengths, prefixes = dataset.sequence_lengths[indices], dataset.prefix_lengths[indices]
