@@ -23,6 +23,8 @@ HUB_SECONDS = 5.0  # for the hub to answer whether it has a model
 _PLAIN_LORA: Mapping[str, list[object]] = TABLES["plain_lora"]
 # The other fields that are read there: the least number, and an example of every type that the field may have.
 _LORA_KINDS: Mapping[str, list[Any]] = TABLES["lora_kinds"]
+# What PEFT takes for fields that are absent or null.
+_LORA_DEFAULTS: Fields = TABLES["lora_defaults"]
 
 
 def resolve_model(
@@ -111,7 +113,7 @@ def read_json(path: Path) -> Fields:
 
 
 def read_adapter_config(folder: Path) -> Fields:
-    """Read adapter_config.json.
+    """Read adapter_config.json, with what PEFT takes for absent fields.
 
     Raises ValueError for the first field that is wrong, or makes the adapter more than plain LoRA.
     """
@@ -131,7 +133,7 @@ def read_adapter_config(folder: Path) -> Fields:
             raise ValueError(
                 f"{path.absolute()} has {field} = {value!r:.60}, which no adapter of PEFT has; correct the file"
             )
-    return raw
+    return raw | {field: raw.get(field) or value for field, value in _LORA_DEFAULTS.items()}
 
 
 def name_of_base(folder: Path) -> tuple[str, str | None]:

@@ -210,10 +210,8 @@ class WeightFiles:
                 f"{self.folder.absolute()} holds an adapter and a whole model; remove one of them"
             )
         self.adapter = read_adapter_config(self.folder)
-        rank, parameters = self.adapter["r"], self.adapter.get("target_parameters") or ()
-        scale = lora_scale(
-            rank, self.adapter.get("lora_alpha") or 8, bool(self.adapter.get("use_rslora"))
-        )
+        rank, parameters = self.adapter["r"], self.adapter["target_parameters"]
+        scale = lora_scale(rank, self.adapter["lora_alpha"], self.adapter["use_rslora"])
         base = WeightFiles(base_folder(self.folder))
         self.tensors, self._adapters = dict(base.tensors), base._adapters
         is_tied = LM_HEAD not in base.tensors and self.adapter.get("task_type") != "SEQ_CLS"

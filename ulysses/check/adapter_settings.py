@@ -84,11 +84,11 @@ def choose_base(stage: Stage, folder: Path) -> Config:
     if not (folder / ADAPTER_CONFIG).is_file():
         return config
     lora, raw = config.model.lora, read_adapter_config(folder)
-    named = [*(raw.get("target_modules") or ()), *(raw.get("target_parameters") or ())]
+    named = [*raw["target_modules"], *raw["target_parameters"]]
     lasts = [str(name).removesuffix(".weight").rpartition(".")[2] for name in named]
     targets = {*" ".join(lasts).replace("gate_up_proj", "gate_proj up_proj").split()}
-    whole = "embed_tokens" in (raw.get("modules_to_save") or ())
-    theirs = raw["r"], raw.get("lora_alpha") or 8, bool(raw.get("use_rslora")), targets, whole
+    whole = "embed_tokens" in raw["modules_to_save"]
+    theirs = raw["r"], raw["lora_alpha"], raw["use_rslora"], targets, whole
     ours = lora.rank, lora.alpha, lora.rslora, {*lora.targets}, bool(lora.train)
     has_whole_base = not (base_folder(folder, need_weights=False) / ADAPTER_CONFIG).is_file()
     compares = not all(model.path for model in stage.requirements.models)
