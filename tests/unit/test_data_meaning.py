@@ -95,8 +95,9 @@ def test_messages_beside_answers_may_end_with_any_of_them(shown):
     ranked = {"conversations": talk, "completions": ["good", "bad"], "scores": [2, 1]}
     for kind in ("pair", "ranked", "unpaired"):
         assert shown([pair], kind) == shown([ranked], kind) == shown([TEXTS], kind)
-    with pytest.raises(DataError, match="holds chosen and rejected answers"):
-        shown([pair])
+    for row in (pair, WHOLE | {"messages": talk}):
+        with pytest.raises(DataError, match="holds chosen and rejected answers"):
+            shown([row])
     other = {"messages": [ASK, said("another")]}
     for row in (pair, ranked | {"conversations": None}):
         with pytest.raises(

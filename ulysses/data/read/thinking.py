@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from ulysses.data.read.messages import THINKING_KEYS
-from ulysses.data.read.tokenizer import BEGUN, GUARD
+from ulysses.data.read.tokenizer import GUARD, unguarded
 
 TAG = re.compile("</?think>")
 Span = tuple[int, int]  # start and stop in a text
@@ -73,10 +73,10 @@ def why_incomplete(message: TemplateMessage, prompt: str, settings: str) -> str:
 def is_complete(message: TemplateMessage, text: str, span: Span) -> bool:
     """Tell whether a rendered answer holds all of its message, with the thinking where a model writes it."""
     start, stop = span
-    prompt, answer = _unguarded(text[:start]), _unguarded(text[start:stop])
-    content = _unguarded(message["content"])
+    prompt, answer = unguarded(text[:start]), unguarded(text[start:stop])
+    content = unguarded(message["content"] or "")
     # several keys may hold the same thinking
-    under_keys = dict.fromkeys(_unguarded(message.get(key)) for key in THINKING_KEYS)
+    under_keys = dict.fromkeys(unguarded(str(message.get(k) or "")) for k in THINKING_KEYS)
     under_key = "".join(under_keys).strip()
     in_content, rest = (None, content) if under_key else split_thinking(content)
     thinking = under_key or (in_content or "").strip()
@@ -114,8 +114,3 @@ def _has_lone_tag(content: str, prompt: str) -> bool:
     closes = prompt.rstrip().endswith("<think>") and "</think>" in content.split("<think>")[0]
     thinking, _ = split_thinking(content)
     return thinking is None and (closes or content.lstrip().startswith("<think>"))
-
-
-def _unguarded(text: object) -> str:
-    """Return a text, "" for none, without the marks that guard what a template reads."""
-    return str(text or "").replace(GUARD, "").replace(BEGUN, "")

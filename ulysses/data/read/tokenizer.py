@@ -248,7 +248,7 @@ class TextEncoder:
         rendered = []
         for text, weight in parts:
             for i, piece in enumerate(self.special_pattern.split(text)):
-                plain = piece.replace(GUARD, "").replace(BEGUN, "")
+                plain = unguarded(piece)
                 if i % 2 and plain:
                     rendered.append((self.special[plain.strip()], weight))
                 elif plain:
@@ -263,6 +263,11 @@ class TextEncoder:
 def _broken(match: re.Match[str]) -> str:
     token = match[0].strip()
     return match[0].replace(token, GUARD.join(token))
+
+
+def unguarded(text: str) -> str:
+    """Return a text without the marks that guard what a template reads."""
+    return text.replace(GUARD, "").replace(BEGUN, "")
 
 
 def without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
