@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from models.arch import ModelConfig
-from models.expert_files import MLP_TARGETS
+from models.expert_files import EXPERT_PARTS, MLP_TARGETS
 from models.folders import ADAPTER_CONFIG, base_folder, name_of_base, read_adapter_config
 from models.kinds import empty_model
 from ulysses.config.schema import (
@@ -86,7 +86,7 @@ def choose_base(stage: Stage, folder: Path) -> Config:
     lora, raw = config.model.lora, read_adapter_config(folder)
     named = [*raw["target_modules"], *raw["target_parameters"]]
     lasts = [str(name).removesuffix(".weight").rpartition(".")[2] for name in named]
-    targets = {*" ".join(lasts).replace("gate_up_proj", "gate_proj up_proj").split()}
+    targets = {target for last in lasts for target in EXPERT_PARTS.get(last, (last,))}
     whole = "embed_tokens" in raw["modules_to_save"]
     theirs = raw["r"], raw["lora_alpha"], raw["use_rslora"], targets, whole
     ours = lora.rank, lora.alpha, lora.rslora, {*lora.targets}, bool(lora.train)
