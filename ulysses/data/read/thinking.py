@@ -53,7 +53,7 @@ def spellings(message: TemplateMessage, prompt: str) -> list[TemplateMessage]:
     contents = [
         content.removesuffix(rest).replace(thinking, break_tags(thinking)) + break_tags(rest)
     ]
-    if not _closes_thinking(prompt):
+    if not prompt.rstrip().endswith("</think>"):  # the answer may begin with thinking
         contents.append(content.replace("</think>", f"</think{GUARD}>"))
     return [message, *({**message, "content": text} for text in contents if text != content)]
 
@@ -62,7 +62,7 @@ def why_incomplete(message: TemplateMessage, prompt: str, settings: str) -> str:
     """Say why an answer's thinking cannot stand after the prompt that `settings` made; "" if it can."""
     content = message["content"] or ""
     thinks = split_thinking(content)[0] or any(map(message.get, THINKING_KEYS))
-    if thinks and _closes_thinking(prompt):
+    if thinks and prompt.rstrip().endswith("</think>"):
         because = f" ({settings})" if settings else ""
         return f"an answer has thinking, but the chat template closes it where it opens the assistant's turn{because}"
     if _has_lone_tag(content, prompt):
@@ -102,11 +102,6 @@ def is_complete(message: TemplateMessage, text: str, span: Span) -> bool:
     # the arguments of calls may name the tags
     has_tags = bool(names) or TAG.findall(rest) == TAG.findall(answer)
     return rest.strip() in answer and has_calls and has_tags
-
-
-def _closes_thinking(prompt: str) -> bool:
-    """Tell whether a prompt ends with a block of thinking, so that the answer cannot have any."""
-    return prompt.rstrip().endswith("</think>")
 
 
 def _has_lone_tag(content: str, prompt: str) -> bool:
