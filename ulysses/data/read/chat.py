@@ -42,7 +42,6 @@ from ulysses.data.read.tokenizer import (
     PreTrainedTokenizerFast,
     Rendered,
     TextEncoder,
-    finishes,
     template_text,
     without_marks,
 )
@@ -65,7 +64,9 @@ LEFT_OUT = (
     "the chat template leaves out a part of an answer (its thinking, text or calls); take that part out of the data, "
     "or set data.chat_template to one that shows it"
 )
-ENDLESS = "runs the chat template without end: it was stopped after too much time, text or memory; mend its loops"
+ENDLESS = (
+    "runs the chat template without end: it was stopped after too much text; mend its loops"
+)
 IDENTITIES = ("id", "name", "tool_call_id")  # keys of a message that a template need not show
 Context = Mapping[str, object]  # all that a template reads besides messages
 
@@ -109,11 +110,8 @@ class ChatTemplate:
         )
         date_of_ours = {} if HAS_DATE.search(self.text) else {"strftime_now": DATE}
         self._context = self.encoder.guard(date_of_ours | dict(variables))
-        sample = partial(self._sample, environment, marked)
         try:
-            if not finishes(sample):
-                raise BadRowError(ENDLESS)
-            opened, closed, answered = sample()
+            opened, closed, answered = self._sample(environment, marked)
         except TemplateError as error:
             raise DataError(f"chat template {template} is not valid Jinja: {error}") from None
         except (DropRowError, BadRowError) as error:

@@ -1,20 +1,14 @@
 """Load tokenizers, and tokenise plain text with them (only this file imports transformers)."""
 
-import faulthandler
-import math
-import os
 import re
-import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache, partial
 from itertools import accumulate
 from os.path import expanduser
 from pathlib import Path
-from string import printable
 from typing import Any, NamedTuple
 
-import psutil
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -25,10 +19,8 @@ from ulysses.data.read.sources import safe_parts
 # Marks in rendered text: around an answer, inside of strings that look like special tokens, and where an answer begins
 # that its prompt has begun. They are Unicode noncharacters, which no text meant for interchange holds.
 MARKS = OPEN, CLOSE, GUARD, BEGUN = "\ufdd0\ufdd1\ufdd2\ufdd3"
-TRIAL_SECONDS, TRIAL_BYTES = 20.0, 1 << 30  # of a processor and of memory, for a few texts
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 NAMED_TEMPLATES = ("llama3", "llama3.1", "qwen2.5", "qwen3", "chatml", "plain")
-SAMPLE = printable * 100
 NEWLINE = re.compile(r"\s*[\r\n]")
 # settings of a tokenizer's parts with which it puts no space before a text
 NO_SPACE = {"prepend": "", "prepend_scheme": "never", "add_prefix_space": False}
@@ -137,11 +129,6 @@ class TextEncoder:
         self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self.backend.no_truncation()
         self.backend.no_padding()
-        if not finishes(lambda: self.backend.encode(SAMPLE)):
-            raise DataError(
-                f"the tokenizer takes too much time or memory for {len(SAMPLE):,} characters; mend its normalizer or "
-                "its pattern"
-            )
         self.eos = int(tokenizer.eos_token_id)
         first = tokenizer("a")["input_ids"][:1]
         self.bos = tokenizer.bos_token_id if tokenizer.bos_token_id in first else None
@@ -275,27 +262,3 @@ def without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
     parts = text.replace(CLOSE, OPEN).split(OPEN)  # those with odd indices are the answers
     edges = list(accumulate(map(len, parts)))
     return "".join(parts), list(zip(edges[::2], edges[1::2]))
-
-
-def finishes(job: Callable[[], object]) -> bool:
-    """Call `job` in a forked process, and tell whether it finishes without too much time, text and memory.
-
-    Only a process of its own can be stopped: no signal handler and no thread ends one long operation. Other errors of
-    the job count as an end here; the caller calls it next and meets them.
-    """
-    child = os.fork()
-    if child == 0:
-        try:
-            faulthandler.disable()  # a library that gets no memory may abort, which is an answer
-            signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
-            signal.setitimer(signal.ITIMER_PROF, TRIAL_SECONDS)
-            signal.alarm(math.ceil(10 * TRIAL_SECONDS))  # in case it waits for ever
-            process = psutil.Process()
-            most = process.memory_info().vms + TRIAL_BYTES
-            process.rlimit(psutil.RLIMIT_AS, (most, most))
-            job()
-        except (MemoryError, BadRowError):
-            os._exit(1)
-        finally:
-            os._exit(0)
-    return os.waitpid(child, 0)[1] == 0
