@@ -241,7 +241,7 @@ class TrainingRun:
             for change in self.changes:
                 self.say(f"  changed since then: {change}")
                 # the best loss was of other rows, or another one
-                if change.startswith((HELD_OUT, "stage ", f"{config.stage}.")):
+                if change.startswith((HELD_OUT, "stage ")):
                     self.trainer.best = None
         if self.mesh.is_main:
             with writing(config.output):
