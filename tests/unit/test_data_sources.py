@@ -11,6 +11,7 @@ import torch
 from tests import rows_of
 from tests.tiny_tokenizer import write_rows
 from ulysses.check.input_files import check_examples
+from ulysses.check.preflight import remarks_on_data
 from ulysses.config.command_line import check
 from ulysses.config.section import ConfigError
 from ulysses.data import DataError
@@ -136,6 +137,20 @@ def test_a_small_source_of_a_mixture_may_have_no_held_out_row(opened):
     rows = [np.bincount(data.sources, minlength=2).tolist() for data in (train, held)]
     assert rows == [[38, 10], [2, 0]]
     assert held.report.notes["sources of which no example is left"] == 1
+
+
+def test_a_file_that_is_read_again_is_told_where_a_fraction_is_held_out(tmp_path):
+    """Its rows have two places, of which one may be held out and the other is trained on."""
+    first, other = (write_rows(tmp_path / f"{name}.jsonl", []) for name in "ab")
+    loader = SimpleNamespace(data_parallel_size=1, examples_per_epoch=8, examples_per_step=8)
+
+    def told(*train, fraction=0.1):
+        data = {"train": [*train], "eval_fraction": fraction}
+        return [*remarks_on_data(check({"stage": "sft", "data": data}), loader)]
+
+    [line] = told(first, other, {"path": first, "system": "s"})
+    assert line.startswith(f"data.train reads {first} again, and data.eval_fraction holds")
+    assert told(first, other) == told(first, first, fraction=0.0) == []
 
 
 MEANINGLESS = r"""

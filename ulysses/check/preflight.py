@@ -183,10 +183,15 @@ def remarks(inputs: RunInputs, loader: StepLoader) -> Iterator[str]:
 def remarks_on_data(config: Config, loader: StepLoader) -> Iterator[str]:
     """Yield remarks about the data that `TrainingRun.train` trains on; a program with its own loop hears none."""
     data = config.data
-    if data.eval and (
-        both := repeated_data(parse_sources(data.train), parse_sources(data.eval))
-    ):
+    train = parse_sources(data.train)
+    if data.eval and (both := repeated_data(train, parse_sources(data.eval))):
         yield f"data.eval reads what data.train trains on, so it is not held out: {', '.join(both)}"
+    for i, source in enumerate(train if data.eval_fraction else []):
+        if twice := repeated_data(train[:i], [source]):
+            yield (
+                f"data.train reads {', '.join(twice)} again, and data.eval_fraction holds other rows of it out: what "
+                "is held out is trained on, too"
+            )
     groups, per_epoch = loader.data_parallel_size, loader.examples_per_epoch
     examples = min(loader.examples_per_step, per_epoch)
     if examples < groups:
