@@ -11,9 +11,9 @@ import asyncio
 import json
 import secrets
 import socket
+import sys
 import time
 from concurrent.futures import CancelledError
-from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
@@ -89,7 +89,8 @@ class Endpoint(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, *client: Any) -> None:
-        """Say nothing: what is wrong with a request is its answer, and clients may go before it."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # clients may go
+            super().handle_error(*client)
 
     def answer(self, request: Handler) -> tuple[int, Json]:
         """Return the status and the JSON that answer a request."""
@@ -117,11 +118,14 @@ class Endpoint(ThreadingHTTPServer):
             client, task = request.connection, asyncio.current_task()
 
             def cancel_if_gone() -> None:
-                received = b""
-                with suppress(OSError):  # as of a connection that was reset
-                    received = client.recv(4096, socket.MSG_DONTWAIT)
-                # a connection is for one request, and what a client sends after it is passed over
-                if not received:
+                try:
+                    # a connection is for one request, and what a client sends after it is passed over
+                    has_gone = not client.recv(4096, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    has_gone = False
+                except OSError:
+                    has_gone = True
+                if has_gone:
                     task.cancel()
 
             # a client that gives up closes its connection, and an answer that nobody reads is not trained
@@ -143,8 +147,11 @@ class Endpoint(ThreadingHTTPServer):
 
 def _completion(turn: Turn, model: object, stream: bool) -> Json:
     """Return a turn in OpenAI's form; a stream of it has one chunk."""
-    reason = "tool_calls" if turn.tool_calls else "stop"
-    choice = {"index": 0, "delta" if stream else "message": turn.message, "logprobs": None}
+    reason, message = "tool_calls" if turn.tool_calls else "stop", turn.message
+    if stream and turn.tool_calls:
+        numbered = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
+        message = {**message, "tool_calls": numbered}
+    choice = {"index": 0, "delta" if stream else "message": message, "logprobs": None}
     told, said = len(turn.prompt), len(turn.tokens)
     usage = {"prompt_tokens": told, "completion_tokens": said, "total_tokens": told + said}
     return {

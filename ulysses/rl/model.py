@@ -128,8 +128,7 @@ class Model:
             call["id"] = f"c{number:05}{i:03}"  # some templates want nine letters and digits
             arguments = json.dumps(call["arguments"], ensure_ascii=False)
             function = {"name": call["name"], "arguments": arguments}
-            # of a call in a piece of a stream clients ask for the index, and elsewhere they pass over it
-            written = {"index": i, "id": call["id"], "type": "function", "function": function}
+            written = {"id": call["id"], "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(written)
         turn = Turn(
             **vars(drawn),
