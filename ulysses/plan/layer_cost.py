@@ -134,15 +134,19 @@ def _attention(shape: ModelConfig, setup: LayerSetup) -> LayerCost:
     keys = head_layout(H, K, head_ranks).key
     # widths of all queries, of all keys, and of the keys that the ranks hold together
     query, key, held = H * E, K * E, keys * ranks * E
-    gate = query * family.output_gate
+    gate = query if family.output_gate else 0
     parameters = D * (2 * (query + key) + gate)
-    # queries, keys and values, and the output, twice if it is exchanged
-    kept = query * (2 + (ranks > 1)) + 2 * held
+    # queries, keys and values, and the output; the inner rows of adapters
+    kept = 2 * query + 2 * held + 4 * rank
+    if ranks > 1:  # the output before and after its exchange
+        kept += query
     if family.qk_norm != "none":
         # queries and keys before their norms; with adapters the values lie beside the keys
-        kept += query + key * (1 + (rank > 0 and ranks > 1))
-    # normalised rows for a gate, the gate's sigmoid and its product; the inner rows of adapters
-    kept += (D + 2 * gate) * bool(gate) + rank * (4 + bool(gate))
+        kept += query + key
+        if rank and ranks > 1:
+            kept += key
+    if gate:  # normalised rows for it, its sigmoid and its product
+        kept += D + 2 * gate + rank
     results = size * query + 4 * H  # the output and its log-sum-exp
     return LayerCost(
         mixer=parameters,
@@ -170,8 +174,8 @@ def _linear_attention(shape: ModelConfig, setup: LayerSetup) -> LayerCost:
     # output, and the product of these two
     kept = 2 * D + setup.ranks * shard + 4 * out
     kept += setup.rank * (4 if shape.family.fused_projections else 5)
-    if shape.family.fused_projections and setup.ranks == 1:
-        kept += 2 * H * (setup.rank > 0)  # b and a, in one tensor with q | k | v
+    if shape.family.fused_projections and setup.ranks == 1 and setup.rank:
+        kept += 2 * H  # b and a, in one tensor with q | k | v
     return LayerCost(
         mixer=parameters,
         active=parameters,
@@ -197,7 +201,7 @@ def _experts(shape: ModelConfig, setup: LayerSetup) -> LayerCost:
     N, k, F = moe.num_experts, moe.num_experts_per_tok, moe.moe_intermediate_size
     shared = moe.shared_expert_intermediate_size or 0
     # parameters of the shared expert and its gate
-    for_all = (3 * shared + 1) * D * bool(shared)
+    for_all = (3 * shared + 1) * D if shared else 0
     return LayerCost(
         feed_forward=N * (3 * F + 1) * D + for_all,
         active=(3 * k * F + N) * D + for_all,
@@ -248,7 +252,8 @@ class PlannedModel(NamedTuple):
     @property
     def forward_parameters(self) -> float:
         """The matrices that a forward pass multiplies each token with."""
-        return total(self.layers).active + self.vocabulary_parameters * self.has_head
+        head = self.vocabulary_parameters if self.has_head else 0
+        return total(self.layers).active + head
 
     def matrix_bytes(self, parameters: float, element_size: int) -> float:
         """Return the bytes of so many parameters of layers' matrices."""
@@ -283,7 +288,7 @@ def model_flops(
     Args:
         projected: tokens that meet the vocabulary projection: those whose target is trained.
     """
-    layers, head = total(model.layers), model.vocabulary_parameters * model.has_head
+    layers, head = total(model.layers), model.vocabulary_parameters if model.has_head else 0
     adapters = 0 if model.is_full else model.trained
     # a token meets only a few of a layer's experts
     active = model.parameters - adapters - layers.parameters + layers.active

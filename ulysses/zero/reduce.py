@@ -79,7 +79,7 @@ class GradientReduction:
         """Take the memory for sums. All later gradients go there: memory beside the sums was not planned."""
         self._uses_sums = True
         for s in self._slices:
-            s.sum.zero_()
+            s.sub_group.gradient_sums()
 
     def finish(self) -> None:
         """Take the gradients that no hook has taken, and those still collected; call it after each backward pass."""

@@ -90,7 +90,7 @@ class SubGroup:
             yield ParameterSlice(names[p], p, p.shard, self, offset)
 
     def gradient_sums(self) -> Tensor:
-        """Return the float32 memory [N] in which the gradients of several micro-batches are added; made when needed."""
+        """Return the float32 memory [N] in which the gradients of several micro-batches are added; zeros at first."""
         if self.master.grad is None:
             pinned = is_pinned(self.master)
             self.master.grad = torch.zeros_like(self.master, pin_memory=pinned)
@@ -164,8 +164,8 @@ class ParameterSlice:
 
     @property
     def sum(self) -> Tensor:
-        """The memory in which the slice's gradients are added, float32 [length]."""
-        return self.sub_group.gradient_sums().narrow(0, self.offset, self.shard.length)
+        """The slice's part of the sub-group's gradient sums, float32 [length], once they are made."""
+        return self.sub_group.master.grad.narrow(0, self.offset, self.shard.length)
 
     def state(self, kind: str) -> Tensor:
         """Return the float32 "master" weights, or one of AdamW's moments."""
