@@ -225,7 +225,9 @@ def test_adapters_of_a_reward_model_score_as_here_in_peft(base, tmp_path, monkey
     from peft import AutoPeftModelForSequenceClassification
 
     folder, end = shutil.copytree(base, tmp_path / "base"), 657
-    write_json(folder / "config.json", read_json(folder / "config.json") | {"pad_token_id": end})
+    write_json(
+        folder / "config.json", read_json(folder / "config.json") | {"pad_token_id": end}
+    )
     on_ranks(1, with_adapters(folder, "rm", tmp_path / "run"))
     export, merged = tmp_path / "run/export", tmp_path / "merged"
     assert main(["--merge", str(export), str(merged)]) == 0
