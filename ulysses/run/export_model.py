@@ -257,11 +257,11 @@ def model_card(config: Config, step: int) -> str:
     packages = ("ulysses-engine", "torch", "deepspeed", "transformers")
     facts = {
         "settings": settings,
-        # speed and memory say nothing about the model
+        # place, speed and memory say nothing about the model
         f"metrics at step {step}": {
             k: v
             for k, v in metrics.items()
-            if k == "loss" or ("/" in k and not k.startswith("time/"))
+            if not re.match("step|run|lr|tokens|seconds|mfu|peak_memory|time/", k)
         },
         "versions": {name: d.version for name in packages for d in distributions(name=name)},
     }
