@@ -26,11 +26,11 @@ _ELSEWHERE = {
     "cdpo": "here it is 'sigmoid' with label_smoothing > 0",
     "dpo": "here it is 'sigmoid'",
     "dpo_norm": "here it is 'sigmoid_norm'",
-    "kto_pair": "use kto_loss",
+    "kto_pair": "use kto_loss, or stage kto",
     "slic": "here it is 'hinge'",
     "rso": "here it is 'hinge'",
     "aot_pair": "here it is 'aot'",
-    "rpo": "here it is 'sigmoid' with a negative log-likelihood term added",
+    "rpo": "here it is 'sigmoid' and the negative log-likelihood of the chosen answers, dpo.sft_weight",
     "sft": "add the negative log-likelihood of the chosen answers yourself, or set dpo.sft_weight",
 }
 

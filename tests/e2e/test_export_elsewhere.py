@@ -148,6 +148,7 @@ def test_every_export_has_a_model_card(base, adapters, merged):
     assert settings["data"]["train"] == ["sft.jsonl"]
     assert settings["model"]["lora"]["rank"] == 4
     assert numbers["loss"] > 0 and versions["torch"] == torch.__version__
+    assert numbers["nll"] > 0 and not {"step", "run", "tokens", "seconds", "lr"} & {*numbers}
     assert settings["data"]["max_length"] > 0 and re.search(r"\d+ steps of \d+ examples", body)
     assert str(base.parent) not in head + body and "/tmp" not in body
     card = (merged / "README.md").read_text()

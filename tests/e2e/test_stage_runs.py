@@ -1,5 +1,6 @@
 """Whole runs of DPO, RM, KTO and adapters: training, evaluation, checkpoints, references, exports read by others."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tests.harness import run_distributed
 from tests.zero_case import filled
 from ulysses.check.preflight import prepare
 from ulysses.config.command_line import parse_command_line
+from ulysses.disk import write_json
 from ulysses.export import main
 from ulysses.options import stage_of
 from ulysses.parallel.batch import Sequence, pack_shard
@@ -216,6 +218,28 @@ def test_adapters_load_with_peft(base, tmp_path):
     count = sum(s.loss_weights[1:].sum() for s in rows)
     nll = -sum(logps(adapted, s) for s in rows) / count
     assert line["eval/nll"] == pytest.approx(float(nll), rel=1e-4)
+
+
+def test_adapters_of_a_reward_model_score_as_here_in_peft(base, tmp_path, monkeypatch):
+    """The model card's lines load them, also where the base pads with the token that ends every sequence."""
+    from peft import AutoPeftModelForSequenceClassification
+
+    folder, end = shutil.copytree(base, tmp_path / "base"), 657
+    write_json(
+        folder / "config.json", read_json(folder / "config.json") | {"pad_token_id": end}
+    )
+    on_ranks(1, with_adapters(folder, "rm", tmp_path / "run"))
+    export, merged = tmp_path / "run/export", tmp_path / "merged"
+    assert main(["--merge", str(export), str(merged)]) == 0
+    whole = AutoModelForSequenceClassification.from_pretrained(merged).eval()
+    [lines] = re.findall("```python\n(.*?)```", (export / "README.md").read_text(), re.S)
+    monkeypatch.chdir(export)
+    names = {"AutoPeftModelForSequenceClassification": AutoPeftModelForSequenceClassification}
+    exec(lines, names)
+    with torch.no_grad():
+        for row in ([3, 5, 9, 7, end], [11, 12, end, 13, end]):
+            expected, found = (m(torch.tensor([row])).logits for m in (whole, names["model"]))
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_only_adapters_have_memory_and_reach_the_checkpoint(base, tmp_path):

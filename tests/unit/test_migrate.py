@@ -650,6 +650,17 @@ TRANSLATED = {
 "gradients.max_norm" = 0.3
 "memory.offload_parameters" = true
 """, "not: no such file"),
+    "documents, which are cut into pieces": (
+        f"{PRETRAINING}dataset: c4_demo\ncutoff_len: 64\n", "", '"data.max_length" = 64', "not: loses its end"),
+    "the best weights, which the export does not hold": (
+        f"{LLAMAFACTORY_KTO}load_best_model_at_end: true\n", "", "",
+        "load_best_model_at_end = True: run.output/export holds the last weights"),
+    "the head of a reward model, which is trained beside adapters": (
+        "model_name_or_path: m\ndataset_name: d\nuse_peft: true\nlora_modules_to_save: [score]\n", "--stage rm",
+        '''
+"model.lora.rank" = 16
+"model.lora.train" = []
+'''),
     "KTO's reference, which is not computed before": (
         f"{LLAMAFACTORY_KTO}precompute_ref_log_probs: true\n", "", '"kto.reference" = "live"', KNOWN),
 }  # fmt: skip

@@ -98,7 +98,10 @@ def test_a_reference_has_a_window_of_its_own(prepared, model):
     stretched = f"--data.max_length 256 {rope('type=yarn factor=2')}"
     assert prepared(stretched, "dpo").shape.max_position_embeddings == 256
     asked = f"{stretched} --dpo.reference {other}"
-    sentence = 'dpo.reference: .* of the model has 128; set rope_scaling.type = "yarn"'
+    sentence = (
+        'dpo.reference: .* of the model has 128; set rope_scaling.type = "yarn" and rope_scaling.factor = 2.0 in its '
+        "config.json, lower"
+    )
     with pytest.raises(ConfigError, match=sentence):
         prepared(asked, "dpo")
     edit(other, rope_scaling={"type": "yarn", "factor": 2.0})

@@ -187,12 +187,14 @@ def fit_window(
     learns = is_trained and config.model.init == "random"
     if longest > window and not learns and not config.model.rope.extrapolate:
         original = scaling.original_max_position_embeddings if scaling else window
-        table = "model.rope" if is_trained else "rope_scaling"
+        table, place = (
+            ("model.rope", "") if is_trained else ("rope_scaling", " in its config.json")
+        )
         sampled = " or ppo.max_new_tokens" if longest > config.data.max_length else ""
         raise ConfigError(
             f"sequences may have {longest} tokens but the window of the model has {window}; set {table}.type = "
-            f'"yarn" and {table}.factor = {-(-longest // original):.1f}, lower data.max_length{sampled}, or insist '
-            "with model.rope.extrapolate = true",
+            f'"yarn" and {table}.factor = {-(-longest // original):.1f}{place}, lower data.max_length{sampled}, or '
+            "insist with model.rope.extrapolate = true",
             setting,
         )
     return replace(shape, max_position_embeddings=max(longest, window))

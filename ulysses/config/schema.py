@@ -145,7 +145,9 @@ class DataSection(Section):
     """Longest sequence in tokens; of a pair, each side may be this long."""
     truncation: Literal["keep_start", "keep_end", "drop", "error"] = "keep_start"
     """What happens to a longer sequence: cut at its end, cut at its start, left out, or an error that stops the run.
-    Both sides of a pair are left out together, and a row of which nothing trained is left is counted and left out."""
+    Of answers to compare or label keep_end cuts the prompt's start, to no less than a quarter of max_length, and then
+    their ends. Both sides of a pair are left out together, and a row of which nothing trained is left is counted and
+    left out."""
     chat_template: TemplateName = "tokenizer"
     """How conversations become text: "tokenizer" (its own way), llama3, llama3.1, qwen2.5, qwen3, chatml, plain, a
     .jinja file or the text of one."""

@@ -185,9 +185,12 @@ def export_model(
             pass  # this rank only takes part in gathering them
         return ""
     rounding = Rounding(dtype or config.export_dtype, shape)
-    auto, option = "CausalLM", ""
+    auto, options = "CausalLM", ")"
     if reward:
-        auto, option = "SequenceClassification", ", num_labels=1"
+        # the base may pad with the token that ends turns, and transformers would score the token before it
+        auto = "SequenceClassification"
+        pad = f"model.config.get_text_config().pad_token_id = {shape.pad_token_id}"
+        options = f", num_labels=1)\n{pad}"
     was_quantised = source.quantize != "none" and not for_servers
     from_folder = not lora.rank and Path(str(source.path)).is_dir()
     reads_base = was_quantised or (is_wider(source.dtype, rounding.name) and from_folder)
@@ -204,7 +207,7 @@ def export_model(
 The adapters are for transformers' {adapted}. PEFT loads them with their base:
 
 ```python
-model = AutoPeftModelFor{auto}.from_pretrained("."{option})
+model = AutoPeftModelFor{auto}.from_pretrained("."{options}
 ```
 """
     with whole_folder(out, f" after step {step}", replaces=for_servers) as new:
@@ -254,11 +257,11 @@ def model_card(config: Config, step: int) -> str:
     packages = ("ulysses-engine", "torch", "deepspeed", "transformers")
     facts = {
         "settings": settings,
-        # speed and memory say nothing about the model
+        # place, speed and memory say nothing about the model
         f"metrics at step {step}": {
             k: v
             for k, v in metrics.items()
-            if k == "loss" or ("/" in k and not k.startswith("time/"))
+            if not re.match("step|run|lr|tokens|seconds|mfu|peak_memory|time/", k)
         },
         "versions": {name: d.version for name in packages for d in distributions(name=name)},
     }
