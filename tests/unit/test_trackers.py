@@ -211,9 +211,13 @@ def test_a_file_that_cannot_be_written_is_told_once_the_run_has_saved():
 
 
 def test_a_tracker_that_does_not_start_refuses_the_run(package):
+    """Which has then dropped no line: the steps of a checkpoint that it does not continue stay."""
+    lines = "".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in (1, 2, 3))
+    (FOLDER / METRICS).write_text(lines)
     package("wandb").init.side_effect = RuntimeError("no key")
     with pytest.raises(ConfigError, match=r"run.trackers: wandb does not start .*no key"):
-        followed("wandb")
+        followed("wandb", step=1)
+    assert (FOLDER / METRICS).read_text() == lines
 
 
 def test_a_tracker_whose_package_is_absent_is_refused_before_any_work(monkeypatch):

@@ -48,10 +48,6 @@ class MetricsLog:
     def __init__(self, run: TrackedRun, names: Iterable[str], total_steps: int) -> None:
         self.failure: DiskError | None = None
         self.path, self.run_id = run.folder / METRICS, run.run_id
-        with writing(self.path):
-            kept = [line for line in logged(self.path) if line["step"] <= run.step]
-            replace_file(self.path, "".join(f"{json.dumps(line)}\n" for line in kept))
-            self.file = self.path.open("a")
         self.trackers: dict[str, Tracker] = {}
         for name in dict.fromkeys(names):
             try:
@@ -66,6 +62,10 @@ class MetricsLog:
                     "run.trackers",
                 ) from None
             self.trackers[name] = tracker
+        with writing(self.path):
+            kept = [line for line in logged(self.path) if line["step"] <= run.step]
+            replace_file(self.path, "".join(f"{json.dumps(line)}\n" for line in kept))
+            self.file = self.path.open("a")
         self.bar = progress(total=total_steps, initial=run.step, unit="steps", seconds=math.inf)
 
     def report(self, step: int, values: dict[str, float], due: bool) -> None:
