@@ -166,6 +166,19 @@ def test_a_tracker_changes_no_settings_and_ends_no_run(capsys):
         followed("tests.own_tracker:Remembers")
 
 
+def test_a_run_goes_on_whose_file_a_crash_has_cut():
+    """At its end, or in its middle, where another line follows the beginning of one."""
+    lines = [f'{{"step": {step}, "loss": 1.0}}\n' for step in (1, 2, 3, 4)]
+    torn = lines[0] + lines[1][:15] + lines[2] + "\0\0\n" + lines[3] + lines[1][:15]
+    (FOLDER / METRICS).write_text(torn)
+    log = followed(step=4)
+    log.report(5, {"loss": 1.0}, due=True)
+    log.close()
+    text = (FOLDER / METRICS).read_text()
+    assert text.startswith(lines[0] + lines[3]) and text.count("\n") == 3
+    assert [line["step"] for line in logged(FOLDER / METRICS)] == [1, 4, 5]
+
+
 @pytest.mark.parametrize("command", ["--dry-run", "--inspect"])
 def test_a_command_that_only_looks_runs_no_tracker_and_needs_none(
     command, monkeypatch, capsys, tmp_path

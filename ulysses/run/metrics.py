@@ -25,9 +25,12 @@ METRICS = "metrics.jsonl"  # one JSON object for each logged step
 
 
 def logged(path: Path) -> list[Values]:
-    """Return the lines of a metrics.jsonl, without a last one that was cut short when its run was killed."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}\n")]
+    """Return the lines of a metrics.jsonl that are whole; a crash may have cut some short, not only the last one."""
+    lines = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            lines.append(json.loads(line))
+    return lines
 
 
 class MetricsLog:
