@@ -72,9 +72,14 @@ def complete_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def samples_tables(folder: str) -> str:
-    """Return a run's answers (run.samples) as HTML: a table for each prompt, with a row for each answer."""
+    """Return a run's answers (run.samples) as HTML: a table for each prompt, with a row for each answer.
+
+    Where a resumed run has answered again, its answers stand for those of before.
+    """
     lines = complete_lines(Path(folder) / "samples.jsonl")
-    rows = pd.DataFrame(lines, columns=["prompt", "by", "answer"]).fillna("").astype(str)
+    names = ["prompt", "by", "answer", "run"]
+    rows = pd.DataFrame(lines, columns=names).fillna("").astype(str)
+    rows = rows[rows["run"] == rows.groupby(names[:2])["run"].transform("last")]
     # str, because pandas' own formatter escapes line breaks
     style = {"index": False, "header": False, "formatters": [str, str], "border": 0}
     return "".join(

@@ -199,6 +199,16 @@ def test_a_card_names_a_reward_model_without_its_folder(tmp_path):
     assert '"eval/objective/scores/m:f": 2.5' in card
 
 
+def test_a_card_says_no_number_of_an_earlier_step_to_be_of_the_last_one(tmp_path):
+    """An evaluation, or a step without good answers, may lie before the checkpoint that is exported."""
+    lines = {"step": 4, "loss": 2.0, "eval/loss": 3.0}, {"step": 5, "loss": 1.0}, {"step": 6}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    run = {"steps": 9, "output": str(tmp_path)}
+    card = model_card(check({"stage": "sft", "model": {"path": "org/name"}, "run": run}), 5)
+    (text,) = re.findall("```json\n(.*?)```", card, re.S)
+    assert json.loads(text)["newest metrics up to step 5"] == {"loss": 1.0, "eval/loss": 3.0}
+
+
 def test_a_card_counts_the_answers_of_a_step():
     """Of the answers to the prompts of a rollout, which batch.examples counts, each step trains a share."""
     ppo = {"reward": ["m:f"], "minibatches": 2, "advantage": "group", "answers_per_prompt": 3}

@@ -221,6 +221,21 @@ def test_samples_are_a_table_for_each_prompt(tmp_path):
         assert cells == ["step 0", "0\n&amp;", "step 20", "20\n&amp;"]
 
 
+def test_answers_that_a_resumed_run_gave_again_stand_for_those_of_before(tmp_path):
+    """As its metrics do; a rollout has several answers to a prompt."""
+    of_runs = ("a", 0, "step 0", "A"), ("a", 9, "rollout 1", "B"), ("a", 9, "rollout 1", "C"), \
+        ("a", 20, "step 20", "D"), ("b", 9, "rollout 1", "E"), ("b", 9, "rollout 1", "F"), \
+        ("b", 20, "step 20", "G")  # fmt: skip
+    folder = write(tmp_path / "run", training(3))
+    names = "run", "step", "by", "answer"
+    lines = [dict(zip(names, values), prompt="?") for values in of_runs]
+    write_rows(folder / "samples.jsonl", [{"step": line["step"]} | line for line in lines])
+    assert main([str(folder)]) == 0
+    cells = re.findall("<td>([^<]*)</td>", (folder / "report.html").read_text())
+    shown = cells[cells.index("step 0") :]
+    assert shown[1::2] == ["A", "E", "F", "G"]
+
+
 @pytest.mark.parametrize("rows", [None, '{"step": 1, "lo'])
 def test_folders_without_metrics_are_refused(tmp_path, capsys, rows):
     good, bad = write(tmp_path / "good", training(3)), tmp_path / "bad"

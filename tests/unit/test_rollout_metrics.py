@@ -11,8 +11,10 @@ from ulysses.data.read.sources import RawRow
 from ulysses.data.read.trajectories import read_trajectory
 from ulysses.parallel.batch import pack_shard
 from ulysses.parallel.mesh import ParallelMesh
+from ulysses.rl.rollout import answer_metrics
 from ulysses.rl.rollout_dataset import Rollout
 from ulysses.rl.rows import trajectories_of
+from ulysses.rl.trajectory import Trajectory
 from ulysses.stages.base import MetricSums
 
 
@@ -103,6 +105,14 @@ def test_rows_with_advantages_and_no_reward_have_no_score():
     scores = {"objective/scores", "objective/scores_std", "objective/rlhf_reward"}
     assert metrics(reward=3).keys() - metrics().keys() == scores
     assert metrics(reward=0)["objective/scores"] == 0
+
+
+def test_the_score_of_the_only_reward_is_the_score():
+    """To the last digit: rewards may be as large as 2^53."""
+    score = 2.0**24 + 1.1
+    answer = Trajectory([5], [7], [-1.0], [True], True, score=score, scores={"m:f": score})
+    metrics = answer_metrics([[answer]])
+    assert metrics["objective/scores/m:f"] == metrics["objective/scores"] == score
 
 
 def test_a_reward_that_a_list_names_twice_is_added_twice():

@@ -166,6 +166,19 @@ def test_a_tracker_changes_no_settings_and_ends_no_run(capsys):
         followed("tests.own_tracker:Remembers")
 
 
+def test_a_run_goes_on_whose_file_a_crash_has_cut():
+    """At its end, or in its middle, where another line follows the beginning of one."""
+    lines = [f'{{"step": {step}, "loss": 1.0}}\n' for step in (1, 2, 3, 4)]
+    torn = lines[0] + lines[1][:15] + lines[2] + "\0\0\n" + lines[3] + lines[1][:15]
+    (FOLDER / METRICS).write_text(torn)
+    log = followed(step=4)
+    log.report(5, {"loss": 1.0}, due=True)
+    log.close()
+    text = (FOLDER / METRICS).read_text()
+    assert text.startswith(lines[0] + lines[3]) and text.count("\n") == 3
+    assert [line["step"] for line in logged(FOLDER / METRICS)] == [1, 4, 5]
+
+
 @pytest.mark.parametrize("command", ["--dry-run", "--inspect"])
 def test_a_command_that_only_looks_runs_no_tracker_and_needs_none(
     command, monkeypatch, capsys, tmp_path
@@ -211,9 +224,13 @@ def test_a_file_that_cannot_be_written_is_told_once_the_run_has_saved():
 
 
 def test_a_tracker_that_does_not_start_refuses_the_run(package):
+    """Which has then dropped no line: the steps of a checkpoint that it does not continue stay."""
+    lines = "".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in (1, 2, 3))
+    (FOLDER / METRICS).write_text(lines)
     package("wandb").init.side_effect = RuntimeError("no key")
     with pytest.raises(ConfigError, match=r"run.trackers: wandb does not start .*no key"):
-        followed("wandb")
+        followed("wandb", step=1)
+    assert (FOLDER / METRICS).read_text() == lines
 
 
 def test_a_tracker_whose_package_is_absent_is_refused_before_any_work(monkeypatch):

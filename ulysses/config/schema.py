@@ -196,7 +196,7 @@ class OptimizerSection(Section):
     warmup: NonNegativeFloat = 0.03
     """Length of the warm-up: a number of steps if at least 1, otherwise a fraction of all steps; 0 is none."""
     min_lr: Fraction = 0.0
-    """Learning rate at the end as a fraction of lr."""
+    """Where linear, cosine and wsd arrive after the last step, as a fraction of lr."""
     decay_fraction: float = Field(0.1, gt=0, le=1)
     """Fraction of the steps over which schedule "wsd" decays."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"

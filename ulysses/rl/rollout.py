@@ -68,7 +68,10 @@ def answer_metrics(episodes: list[list[Trajectory]]) -> dict[str, Tensor]:
         "val/num_eos_tokens": ended.sum(),
         "response_length/mean": lengths.mean(),
         "response_length/clip_ratio": 1 - ended.mean(),
-        **{f"{SCORES}/{name}": torch.tensor(each).mean() for name, each in by_name.items()},
+        **{
+            f"{SCORES}/{name}": torch.tensor(each, dtype=torch.float64).mean()
+            for name, each in by_name.items()
+        },
         **{f"episode/{name}": x.mean() for name, x in zip(names, of_episodes)},
     }
 

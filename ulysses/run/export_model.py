@@ -238,7 +238,7 @@ model = AutoPeftModelFor{auto}.from_pretrained("."{options}
 
 
 def model_card(config: Config, step: int) -> str:
-    """Return the text of README.md: the base, the data's names, the settings, the metrics at `step`, the versions.
+    """Return the text of README.md: the base, the data's names, the settings, the newest metrics, the versions.
 
     Of paths only the last names are left, because a model may be published, and its folders are nobody else's business.
     """
@@ -250,7 +250,7 @@ def model_card(config: Config, step: int) -> str:
         key: [Path(source.path).name for source in parse_sources(getattr(config.data, key))]
         for key in ("train", "eval")
     }
-    metrics = {}  # the newest value of each
+    metrics = {}
     for line in logged(config.output / METRICS):
         if line["step"] <= step:
             metrics |= line
@@ -258,7 +258,7 @@ def model_card(config: Config, step: int) -> str:
     facts = {
         "settings": settings,
         # place, speed and memory say nothing about the model
-        f"metrics at step {step}": {
+        f"newest metrics up to step {step}": {
             k: v
             for k, v in metrics.items()
             if not re.match("step|run|lr|tokens|seconds|mfu|peak_memory|time/", k)

@@ -25,9 +25,12 @@ METRICS = "metrics.jsonl"  # one JSON object for each logged step
 
 
 def logged(path: Path) -> list[Values]:
-    """Return the lines of a metrics.jsonl, without a last one that was cut short when its run was killed."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}\n")]
+    """Return the lines of a metrics.jsonl that are whole; a crash may have cut some short, not only the last one."""
+    lines = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            lines.append(json.loads(line))
+    return lines
 
 
 class MetricsLog:
@@ -48,10 +51,6 @@ class MetricsLog:
     def __init__(self, run: TrackedRun, names: Iterable[str], total_steps: int) -> None:
         self.failure: DiskError | None = None
         self.path, self.run_id = run.folder / METRICS, run.run_id
-        with writing(self.path):
-            kept = [line for line in logged(self.path) if line["step"] <= run.step]
-            replace_file(self.path, "".join(f"{json.dumps(line)}\n" for line in kept))
-            self.file = self.path.open("a")
         self.trackers: dict[str, Tracker] = {}
         for name in dict.fromkeys(names):
             try:
@@ -66,6 +65,10 @@ class MetricsLog:
                     "run.trackers",
                 ) from None
             self.trackers[name] = tracker
+        with writing(self.path):
+            kept = [line for line in logged(self.path) if line["step"] <= run.step]
+            replace_file(self.path, "".join(f"{json.dumps(line)}\n" for line in kept))
+            self.file = self.path.open("a")
         self.bar = progress(total=total_steps, initial=run.step, unit="steps", seconds=math.inf)
 
     def report(self, step: int, values: dict[str, float], due: bool) -> None:
