@@ -127,9 +127,8 @@ def build(
     degree = config.parallel.sequence_parallel_size
     mesh = ParallelMesh(degree, num_heads=shape.num_attention_heads, windows=shape.windows)
     stage = stage_of(config)
-    if (
-        shape.delta
-    ):  # compile its kernels side by side, and not one after the other in the first step
+    # compile its kernels side by side, and not one after the other in the first step
+    if shape.delta:
         kernel, _ = choose_kernel(config, stage, shape, strict=True)
         check_kernel(config, stage, shape, kernel, device, mesh, shares=True)
     choice = planned(config, shape, device, tokens, documents, micro_batches)

@@ -32,7 +32,7 @@ def sharing(sequences: list[Sequence], prompt: int = 0) -> list[Sequence]:
 
 @cache
 def built_in(tokenizer: Any, name: str, variables: str) -> ChatTemplate:
-    """Make a template that many tests read once: each is tried out in processes of its own."""
+    """Make a template that many tests read once."""
     return ChatTemplate(tokenizer, name, json.loads(variables))
 
 

@@ -22,9 +22,8 @@ from xxhash import xxh3_128
 
 # Who holds a lock on a network file system and does not renew it for so long counts as dead.
 LEASE_SECONDS = 60.0
-NATIVE_SECONDS = (
-    3.0  # a process that was just killed may take so long to end and release its lock
-)
+# a process that was just killed may take so long to end and release its lock
+NATIVE_SECONDS = 3.0
 NETWORK = ("nfs", "lustre", "beegfs", "gpfs", "ceph", "cifs", "smb", "9p", "glusterfs", "fuse.")
 HOLDER = ".holder"
 # Bytes that are written and then hashed while the processor's cache still holds them.

@@ -102,7 +102,7 @@ def export_checkpoint(
         dtype, shard_gib: in place of the run's settings under [export], unless they are empty or 0.
 
     Raises DiskError if a file does not hold what the run wrote. Raises ValueError if the folder is not a complete
-    checkpoint, the base of merged adapters is in no file, or `out` holds something.
+    checkpoint in its run's folder, the base of merged adapters is in no file, or `out` holds something.
     """
     state = read_run_state(checkpoint)
     check_files(checkpoint, {n: d for n, d in state["files"].items() if ".exp_avg" not in n})

@@ -59,9 +59,8 @@ if triton is not None:
 
     @triton.jit
     def _value_and_slope(g, KIND: tl.constexpr):
-        if (
-            KIND == "gelu_pytorch_tanh"
-        ):  # tanh(z) = 2 sigmoid(2 z) - 1, z = sqrt(2 / pi) (g + 0.044715 g^3)
+        # tanh(z) = 2 sigmoid(2 z) - 1, z = sqrt(2 / pi) (g + 0.044715 g^3)
+        if KIND == "gelu_pytorch_tanh":
             s = tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
             inner = 1.5957691216057308 * (1 + 0.134145 * g * g)
         else:

@@ -486,7 +486,9 @@ def test_a_row_that_an_episode_changes_is_its_own(tokenizer):
 # how a parameter is described, and what its value 4 then is
 PROPERTIES = """
 null => "4"
+"{}" => "4"
 {"a": true} => "4"
+{"a": {"type": null, "enum": [4, 5]}} => "4"
 {"a": {"type": ["integer", "null"]}} => 4
 {"a": {"anyOf": [{"type": "integer"}, {"type": "null"}]}} => 4
 {"a": {"anyOf": [{"type": "string"}, {"type": "null"}]}} => "4"

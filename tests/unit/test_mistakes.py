@@ -103,6 +103,7 @@ KTO --kto.desirable_weight 0 --kto.undesirable_weight 0 => nothing would be trai
 SFT --sft.loss_type dft --sft.label_smoothing 0.1 => sft.loss_type "dft" has none
 SFT --kto.beta 0.2 => kto.beta: stage 'sft' reads no settings of kto; remove them, or set stage = 'kto'
 SFT --run.eval_every 5 => run.eval_every: there is nothing to evaluate; set data.eval
+SFT --stage rm --run.samples 2 => run.samples: stage 'rm' answers no prompts; remove it
 DEMO --dpo.simpo_gamma 2 => dpo.simpo_gamma: dpo.loss_type and dpo.f_divergence ask for nothing that reads it
 DEMO --dpo.loss_type ["hinge","aot"] --dpo.discopop_tau 0.1 => dpo.discopop_tau: dpo.loss_type and dpo.f_div
 DEMO --dpo.loss_type orpo --dpo.reference live => dpo.reference: dpo.loss_type and dpo.f_divergence ask for

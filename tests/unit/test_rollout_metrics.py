@@ -1,5 +1,6 @@
 """What PPO's metrics say is what their names say, in every mode."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -88,6 +89,15 @@ def test_a_distance_from_the_reference_is_told_only_where_there_is_one(coefficie
     stage.maker.finish(rollout, old, torch.zeros_like(old), reference)
     told = {"objective/kl", "reference_gap"} & rollout.metrics.keys()
     assert len(told) == (2 if coefficient else 0)
+
+
+def test_what_was_measured_and_is_no_number_is_told():
+    """The checks of the sampler and of the reference read these metrics, and refuse what is no number."""
+    rollout, stage = answered(), ppo_stage("kl_coefficient=0.1 advantage=reinforce++")
+    old = torch.full([len(rollout.columns["tokens"])], math.nan)
+    stage.maker.finish(rollout, old, torch.zeros_like(old), torch.zeros_like(old))
+    for name in ("sampler/logp_gap", "sampler/logp_gap_max", "objective/kl", "reference_gap"):
+        assert math.isnan(rollout.metrics[name]), name
 
 
 def test_rows_with_advantages_and_no_reward_have_no_score():

@@ -352,14 +352,6 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
     if not model.lora.rank:
         reason = "model.lora.rank is 0, which trains all weights; set the rank, or remove them"
         unread[reason] = ("model.lora.",)
-    if not (data.eval or data.eval_fraction):
-        reason = (
-            "there is nothing to evaluate; set data.eval or data.eval_fraction, or remove it"
-        )
-        unread[reason] = ("run.eval_every", "run.samples")
-    if not run.eval_every:
-        reason = "only the end of the run is evaluated; set run.eval_every, or remove it"
-        unread[reason] = ("run.patience",)
     if stage:
         name = f"stage {config.stage!r}"
         if stage.dataset_type in ("text", "ranked"):
@@ -369,6 +361,14 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
             unread[reason] = ("data.train_on", "data.truncation")
         elif stage.dataset_type != "sequence":
             unread[f"{name} trains the last answer only; remove it"] = ("data.train_on",)
+    if not (data.eval or data.eval_fraction):
+        reason = (
+            "there is nothing to evaluate; set data.eval or data.eval_fraction, or remove it"
+        )
+        unread[reason] = ("run.eval_every", "run.samples")
+    if not run.eval_every:
+        reason = "only the end of the run is evaluated; set run.eval_every, or remove it"
+        unread[reason] = ("run.patience",)
     # defaults are no wish of the user's: the config.json of a run has them all
     given = {
         key for key, info in known_keys().items() if attrgetter(key)(config) != info.default
@@ -376,6 +376,6 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
     for reason, names in unread.items():
         if found := {key for key in given if key.startswith(names)}:
             yield f"{', '.join(sorted(found))}: {reason}"
-        given -= found  # each is told once
+        given -= found  # each is told once, for the reason that stands first
     if stage:
         yield from stage.check()

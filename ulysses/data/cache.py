@@ -21,9 +21,8 @@ from filelock import Timeout
 from ulysses.data import DataError
 from ulysses.disk import DiskError, check_files, digest_of, flush_to_disk, lock_file, writing
 
-SETTLED_SECONDS = (
-    2.0  # two changes of a file that are so far apart have different times on every file system
-)
+# two changes of a file that are so far apart have different times on every file system
+SETTLED_SECONDS = 2.0
 
 
 def build_once(folder: Path, build: Callable[[Path], object]) -> None:

@@ -70,9 +70,8 @@ class Gradients:
         self.numel = sum(e.numel for e in self.entries)
         self.factors = dict.fromkeys((e.scope for e in self.entries), 1.0)
         self._statistics: dict[str, list[float]] = {}
-        self._sums: dict[
-            str, Tensor
-        ] = {}  # over all ranks, of statistics that the host has not read yet
+        # over all ranks, of statistics that the host has not read yet
+        self._sums: dict[str, Tensor] = {}
         self.sum_dtype = torch.promote_types(self.entries[0].grad.dtype, torch.float32)
 
     # ---------------------------------------------------------------- statistics

@@ -72,9 +72,8 @@ class LayerCost(NamedTuple):
         if level == "none":
             return 0.0, 0
         again = self.active
-        if (
-            is_full
-        ):  # the feed-forward's last product, a third of it, is repeated for adapters only
+        # the feed-forward's last product, a third of it, is repeated for adapters only
+        if is_full:
             again -= (self.active - self.mixer) / 3
         return again, int(level == "block")
 
@@ -98,9 +97,8 @@ class LayerCost(NamedTuple):
         if level == "block":
             mixing += self.out
         held = size * max(4 * D * rows + feed_forward, mixing * rows)
-        if (
-            model.is_full
-        ):  # the gradients and, where the feed-forward runs in tiles, their float32 sums
+        # the gradients and, where the feed-forward runs in tiles, their float32 sums
+        if model.is_full:
             held += size * self.parameters
             if tile < rows:
                 held += 4 * self.feed_forward

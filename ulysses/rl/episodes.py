@@ -201,9 +201,8 @@ class Episodes(Requests):
 
     @property
     def is_open(self) -> bool:
-        return bool(
-            self.running
-        )  # one that fails stays, and `take` raises what has gone wrong in it
+        # one that fails stays, and `take` raises what has gone wrong in it
+        return bool(self.running)
 
     def take(self, wait: bool) -> list[Request]:
         """Return the new requests.

@@ -251,7 +251,7 @@ class PpoStage(ReferencedStage):
             maker.rollout = maker.make(
                 number, source.dataset, source.indices_at(number), following
             )
-        # a checkpoint's rollout may have been laid out for longer micro-batches, of which each then is one
+        # examples of a checkpoint's rollout may be longer than these micro-batches, which then are as long as they are
         return source.micro_batches(maker.rollout, self.rollout_examples(source, step))
 
     def rollout_examples(self, source: StepLoader, step: int) -> list[int]:

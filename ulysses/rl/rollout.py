@@ -345,9 +345,10 @@ class RolloutMaker:
             columns["importance"] = ratio.clamp(max=ppo.importance_cap)
             capped = ratio > ppo.importance_cap
             metrics["sampler/importance_capped"] = capped.double().mean()
-        # rows that have advantages may have no reward, and then nothing is said of it
-        numbers = {name: float(value) for name, value in metrics.items()}
-        rollout.metrics = {name: x for name, x in numbers.items() if x == x}
+        if scores.isnan().any():  # rows that have advantages may have no reward
+            for name in (SCORES, f"{SCORES}_std", "objective/rlhf_reward"):
+                del metrics[name]
+        rollout.metrics = {name: float(value) for name, value in metrics.items()}
         weights = rollout.weights * kept
 
         def share(weights: Tensor) -> Tensor:

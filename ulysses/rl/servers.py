@@ -13,9 +13,8 @@ from ulysses.config.section import UserCodeError, visible
 from ulysses.environment import api_headers
 
 Json = Any  # None, numbers, texts, and lists and objects of these
-PAUSE = (
-    1.0  # seconds before the second attempt of a request; before the third it is twice as long
-)
+# seconds before the second attempt of a request; before the third it is twice as long
+PAUSE = 1.0
 MOST_BYTES = 256 << 20  # of an answer
 
 

@@ -51,10 +51,10 @@ def _from_tags(text: str, tools: Sequence[Tool]) -> Function | None:
         return None
     name, arguments = found[1], dict[str, Any](PARAMETER.findall(found[2]))
     described = next((t["function"] for t in tools if t["function"]["name"] == name), {})
-    schemas = (described.get("parameters") or {}).get("properties") or {}
     for key, value in arguments.items():
-        if not _may_be_text(schemas.get(key)):
-            with suppress(BadRowError, RecursionError):
+        # a value stays a text where its schema is absent, or is none
+        with suppress(LookupError, TypeError, BadRowError, RecursionError):
+            if not _may_be_text(described["parameters"]["properties"][key]):
                 arguments[key] = decoded(value, "")
     return {"name": name, "arguments": arguments}
 

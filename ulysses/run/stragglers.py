@@ -10,9 +10,8 @@ from ulysses.zero.construct import flight_record
 
 STEPS = 50  # between two comparisons of the ranks
 SLOWER = 1.3  # times the others' step, from which on a rank is named
-LOOK_AT = (
-    8  # the step at which a host is judged: kernels are compiled and graphs recorded by then
-)
+# the step at which a host is judged: kernels are compiled and graphs recorded by then
+LOOK_AT = 8
 LEAST_WAIT = 0.05  # share of a step that a host waits for a GPU which has enough to do
 
 

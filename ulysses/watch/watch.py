@@ -56,9 +56,8 @@ STORE_SECONDS = 10.0  # for an answer of the store
 ADVICE = "--run.resume auto continues the run"
 STOPPING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP  # the signals that ask a run to stop
 PARTS = {"tokenising": "data", "building the model": "weights"}  # in the account of the start
-ONE_INTERRUPT = (
-    0.5  # seconds within which a terminal and a launcher pass on one and the same Ctrl-C
-)
+# seconds within which a terminal and a launcher pass on one and the same Ctrl-C
+ONE_INTERRUPT = 0.5
 # Bytes between two beats that count as progress: more than log lines, and than the watch itself reads.
 BYTES_OF_PROGRESS = 1 << 14
 GONE = "its process is gone, stopped or cut off, or code holds its interpreter"

@@ -51,7 +51,7 @@ GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 # Templates that ask whether strftime_now is there have a date of their own, and do not get it.
 DATE = "2025-01-01"
 HAS_DATE = re.compile(r"\bstrftime_now\s+is\b")
-RENDER_CHARACTERS = 1 << 30
+RENDER_CHARACTERS = 1 << 28
 TURN_ENDS = (
     "<|eot_id|> <|eom_id|> <|im_end|> <|end_of_text|> <|endoftext|> <|end|> </s>".split()
 )

@@ -113,7 +113,7 @@ class StepLoader:
     def micro_batches(self, dataset: Any, indices: list[int]) -> list[list[Example]]:
         """Pack some examples of a dataset for all groups, and return this group's micro-batches.
 
-        Answers of a rollout are a dataset too if they have sequence_lengths and prefix_lengths.
+        The dataset is a TokenizedDataset or a Rollout, both of which have sequence_lengths and prefix_lengths.
         A micro-batch without examples holds one without tokens, which gives it its columns.
         """
         lengths, prefixes = dataset.sequence_lengths[indices], dataset.prefix_lengths[indices]

@@ -79,9 +79,8 @@ def _in_processes(
 def _serve(function: Callable[[Batch], object], pipe: Connection, others: Connection) -> None:
     """Compute what comes through a pipe until its other end is closed, in a process of its own."""
     others.close()  # the fork has copied the parent's end of the pipe
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a terminal sends the signal to parent and workers
+    # a terminal sends the signal to parent and workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     silence_tokenizers()
     with suppress(EOFError, OSError):
         while True:

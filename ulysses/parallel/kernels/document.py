@@ -229,9 +229,8 @@ def _plain_forward(inputs: Inputs) -> Results:
     wide = torch.promote_types(q.dtype, torch.float32)
     key, value = inputs.k.to(wide), inputs.v.to(wide)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=wide, device=q.device)
-    with torch.autocast(
-        "cuda" if q.is_cuda else "cpu", enabled=False
-    ):  # it would round the products
+    # autocast would round the products
+    with torch.autocast("cuda" if q.is_cuda else "cpu", enabled=False):
         for rows, keys, scores in _score_tiles(inputs, key):
             total = scores.logsumexp(-1, keepdim=True)
             weights = scores.sub_(total).exp_()
