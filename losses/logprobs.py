@@ -97,13 +97,15 @@ def linear_logprobs(
 ) -> LogProbs:
     """Compute log softmax(hidden @ weight.T / temperature)[targets] in tiles of rows.
 
-    hidden [M, D] and weight [V, D] have one floating dtype, targets [M] int64 (-100: log-probability 0, no gradient).
+    hidden [M, D] and weight [V, D] have one floating dtype, targets [M] int64 (-100: log-probability 0, no gradient;
+    the entropy, lse and mean_logit of such a row are still those of its logits, so that their losses need weights).
     M may be 0; the result still connects hidden and weight to the graph, with zero gradients.
     Gradients of hidden and weight are exact under any upstream gradient on any output. The weight gradient is
     accumulated in float32 and returned in the weight's dtype. `tile_rows` is the most rows that one tile of logits may
     have; "auto" limits its bytes instead (1 GiB on CUDA, 64 MiB on CPU). On CUDA the host never waits for the device.
     `loss_weights` [M], which get no gradient, ask for `nll`. Its gradient is computed at once if gradients are enabled,
     and held until backward: as much as hidden, and a float32 (float64) value for each one of the weight.
+    In float16 weights far below 1 would round it to 0, so give weights of about 1 and divide nll by the count.
     `tile_loss` replaces the -logps in it by a loss of all logits of a row; it runs in forward only.
     Raises ValueError if a shape, a dtype, a target (checked on CPU only) or a setting is wrong.
     """

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests import ROOT
 from tests.fake_ranks import LARGE, SHAPES, FakeWorld, act, grads_of, of_norm, parameters
 from tests.memory_case import assert_same_gradients
 from ulysses.gradients import (
@@ -235,3 +236,11 @@ def test_a_setting_that_is_not_above_zero_is_refused(value):
     for policies in ("default", [{"policy": "clip_global_norm", "max_norm": value}]):
         with pytest.raises(ValueError, match=said):
             build_chain(policies, max_norm=value)
+
+
+def test_the_documented_loop_obeys_a_policy_that_stops():
+    _, text = (ROOT / "docs/gradients.md").read_text().split("```python\n")
+    code = text.split("```")[0]
+    exec(code, {})
+    with pytest.raises(FloatingPointError, match="^step 1: the loss is nan"):
+        exec(code.replace("torch.randn(4, 8)", "torch.full((4, 8), torch.nan)"), {})

@@ -1,12 +1,13 @@
-"""torch.autocast, under which users of the library train, changes no number of the losses and the attention.
+"""torch.autocast and torch's checkpoint, with which users of the library train, change no numbers.
 
-A product in half precision in the forward pass alone, where the backward pass computes it again without autocast, would
-also give gradients that are those of no function.
+Under autocast a product in half precision in the forward pass alone, where the backward pass computes it again without
+it, would also give gradients that are those of no function.
 """
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from losses import linear_logprobs
 from losses.distill import distillation
@@ -49,8 +50,13 @@ def attended_through_a_window(*heads: Tensor) -> Tensor:
     return attended(*heads, window=7)
 
 
+def attended_with_sinks(*heads: Tensor) -> Tensor:
+    attention, sink = UlyssesAttention(None, 4, 2, 16), torch.linspace(-1, 1, 4)
+    return attention(*heads, torch.tensor([0, 20, 50]), sink=sink + heads[0].mean())
+
+
 HEAD_CASES = (logps, entropy, nll, distilled)
-ATTENTION_CASES = (attended, attended_plainly, attended_through_a_window)
+ATTENTION_CASES = (attended, attended_plainly, attended_through_a_window, attended_with_sinks)
 
 
 @pytest.mark.parametrize("function", HEAD_CASES + ATTENTION_CASES)
@@ -66,3 +72,16 @@ def test_values_and_gradients_are_those_without_autocast(function):
     torch.testing.assert_close(got, wanted)
     for found in (inside, outside):
         torch.testing.assert_close(found, grads)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("function", HEAD_CASES + ATTENTION_CASES)
+def test_values_and_gradients_are_those_without_a_checkpoint(function, reentrant):
+    """As of layers that are computed again in backward; torch lets an operation read what it saved only once."""
+    given = HEADS if function in ATTENTION_CASES else [HIDDEN, WEIGHT]
+    plain, again = ([x.clone().requires_grad_() for x in given] for _ in range(2))
+    wanted, got = function(*plain), checkpoint(function, *again, use_reentrant=reentrant)
+    torch.testing.assert_close(got, wanted)
+    for value in (wanted, got):
+        value.square().sum().backward()
+    torch.testing.assert_close([x.grad for x in again], [x.grad for x in plain])

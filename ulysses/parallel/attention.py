@@ -137,7 +137,8 @@ class AttendNode(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         attention, plan = ctx.attention, ctx.plan
         count = len(ctx.needs_input_grad) - 2 - HEADS
-        parameters, saved = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        saved = ctx.saved_tensors  # once: torch's checkpoint refuses a second reading
+        parameters, saved = saved[:count], saved[count:]
         exchange = attention.exchange(plan)
         grads, of_trained = attention.attend_backward(
             exchange.to_tokens_backward(grad), saved[:HEADS], saved[HEADS:], plan, *parameters
@@ -200,7 +201,8 @@ class UlyssesAttention(nn.Module):
 
         Packed: query [S, H, E], key and value [S, K, E], with `plan` (`ShardedBatch.attention_plan`) or with the global
         `cu_seqlens` [N + 1] over all T tokens. A plan never makes the host wait for the device; cu_seqlens on a
-        GPU does.
+        GPU does. Either way the ranks hold the tokens as `pack_shard` deals them: contiguous shards only where P
+        divides the heads.
         Dense, for library users: [B, S/P, heads, E] in contiguous shards of P ranks, without plan and cu_seqlens, one
         sequence after the other (dense.py).
         `sink` [H] holds a logit of every query head, which takes its part of the softmax and adds nothing. Its gradient
