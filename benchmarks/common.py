@@ -129,11 +129,10 @@ def build(
     stage = stage_of(config)
     # compile its kernels side by side, and not one after the other in the first step
     if shape.delta:
-        kernel, _ = choose_kernel(config, stage, shape, strict=True)
-        check_kernel(config, stage, shape, kernel, device, mesh, shares=True)
+        kernel, _ = choose_kernel(stage, shape)
+        check_kernel(stage, shape, kernel, device, mesh, shares=True)
     choice = planned(config, shape, device, tokens, documents, micro_batches)
     engine = trained_engine(
-        config,
         stage,
         InitialWeights(shape, 0, quantize=config.model.quantize),
         mesh,

@@ -184,7 +184,11 @@ def whole_folder(folder: Path, when: str = "", *, replaces: bool = False) -> Ite
 
 def check_empty(folder: Path, what: str) -> None:
     """Raise ValueError for a folder that holds something, or a file in its place; `what` would be written there."""
-    names = sorted(os.listdir(folder)) if folder.is_dir() else [folder.name] * folder.exists()
+    names = []
+    if folder.is_dir():
+        names = sorted(os.listdir(folder))
+    elif folder.exists():
+        names = [folder.name]
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise ValueError(

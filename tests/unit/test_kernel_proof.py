@@ -43,7 +43,7 @@ def test_a_wrong_kernel_is_not_remembered(tmp_path):
 
 
 def hybrid_on_a_gpu(monkeypatch, attention: str):
-    """Return the configuration and the stage of a hybrid's run, with proofs that are only counted."""
+    """Return the stage of a hybrid's run, with proofs that are only counted."""
     settings = {"path": "x", "attention": attention}
     config = check(
         {"stage": "sft", "data": {"train": ["x"]}, "run": {"steps": 1}, "model": settings}
@@ -53,7 +53,7 @@ def hybrid_on_a_gpu(monkeypatch, attention: str):
         kernel_proof, "resolve_kernel", lambda *_, **__: KernelChoice("torch", "")
     )
     monkeypatch.setattr(kernel_proof, "prove_once", proofs := mock.Mock())
-    return config, stage_of(config), proofs
+    return stage_of(config), proofs
 
 
 def test_that_kernels_of_linear_attention_are_absent_is_told_before_data_are_read(monkeypatch):
@@ -61,15 +61,13 @@ def test_that_kernels_of_linear_attention_are_absent_is_told_before_data_are_rea
     for name in ("fla", "fla.ops.gated_delta_rule"):
         monkeypatch.setitem(sys.modules, name, None)
     delta_kernels.load.cache_clear()
-    config, stage, _ = hybrid_on_a_gpu(monkeypatch, "auto")
+    stage, _ = hybrid_on_a_gpu(monkeypatch, "auto")
     with pytest.raises(ValueError, match=r"install them with pip install -e .\.\[hybrid\]"):
-        choose_kernel(config, stage, HYBRID, True)
+        choose_kernel(stage, HYBRID)
     monkeypatch.setattr(delta_kernels, "load", load := mock.Mock())
     for attention, count in (("torch", 2), ("reference", 1)):
-        config, stage, proofs = hybrid_on_a_gpu(monkeypatch, attention)
+        stage, proofs = hybrid_on_a_gpu(monkeypatch, attention)
         if attention == "reference":
-            assert choose_kernel(config, stage, HYBRID, True)[0] == "reference"
-        check_kernel(
-            config, stage, HYBRID, attention, torch.device("cuda"), ParallelMesh(), False
-        )
+            assert choose_kernel(stage, HYBRID)[0] == "reference"
+        check_kernel(stage, HYBRID, attention, torch.device("cuda"), ParallelMesh(), False)
         assert proofs.call_count == count and load.call_count == 1  # before memory is taken

@@ -24,19 +24,13 @@ from ulysses.stages.base import Stage
 SHORT = 1024
 
 
-def choose_kernel(
-    config: Config, stage: Stage, shape: ModelConfig, strict: bool
-) -> tuple[str, KernelChoice | None]:
+def choose_kernel(stage: Stage, shape: ModelConfig) -> tuple[str, KernelChoice]:
     """Return the kernel's name for the layers, and the kernel that computes attention without a window here.
-
-    A dry run, which is not `strict`, may plan for another machine and chooses no kernel.
 
     Raises ConfigError for a kernel that cannot run here; ValueError if the kernels of linear attention are absent.
     """
-    model = config.model
-    if not strict:
-        return model.attention, None
-    name, device = model.attention, "cuda" if torch.cuda.is_available() else "cpu"
+    model, device = stage.config.model, "cuda" if torch.cuda.is_available() else "cpu"
+    name = model.attention
     is_short = stage.requirements.longest_example <= SHORT
     if name == "auto" and device == "cuda" and model.dtype == "bfloat16" and is_short:
         name = "torch"
@@ -44,7 +38,7 @@ def choose_kernel(
     with error_context("model.attention"):
         for window in (*shape.windows, None):  # the last one, without a window, is reported
             kernel = resolve_kernel(name, device, dtype, shape.head_dim, window=window)
-    if shape.delta and _needs_delta_kernels(config, name, device):
+    if shape.delta and _needs_delta_kernels(stage.config, name, device):
         from models.ops.delta_kernels import check_installed
 
         check_installed()
@@ -57,7 +51,6 @@ def _needs_delta_kernels(config: Config, kernel: str, device: str) -> bool:
 
 
 def check_kernel(
-    config: Config,
     stage: Stage,
     shape: ModelConfig,
     kernel: str,
@@ -69,11 +62,12 @@ def check_kernel(
 
     shares: whether sequences share prompts. ValueError if the kernels of linear attention cannot be imported.
     """
+    config, cache = stage.config, Path(stage.config.data.cache)
     heads = head_layout(
         shape.num_attention_heads, shape.num_key_value_heads, mesh.head_parallel_size
     )
     prove_once(
-        Path(config.data.cache),
+        cache,
         kernel,
         device,
         getattr(torch, config.model.dtype),
@@ -88,10 +82,18 @@ def check_kernel(
 
         keys, values, *widths = astuple(shape.delta)
         heads = head_layout(values, keys, math.gcd(mesh.sequence_parallel_size, values))
-        case = "gated delta rule", device, shares, heads.key, heads.query, *widths
         if local_rank() > 0:
             load()  # while the machine's first process compiles, which imports fla-core meanwhile
-        prove_once(Path(config.data.cache), *case, prove=prove_rule)
+        prove_once(
+            cache,
+            "gated delta rule",
+            device,
+            shares,
+            heads.key,
+            heads.query,
+            *widths,
+            prove=prove_rule,
+        )
         load()  # in any case before memory is taken
 
 

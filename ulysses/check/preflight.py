@@ -98,8 +98,9 @@ def prepare(
             config = stage.config
         with collecting(errors):
             shape, tokenizer, tokenizer_path, template = read_tokenizer(stage, shape, folder)
-        with collecting(errors):
-            attention, kernel = choose_kernel(config, stage, shape, strict)
+        if strict:  # a dry run may plan for another machine
+            with collecting(errors):
+                attention, kernel = choose_kernel(stage, shape)
     if others:
         from ulysses.check.other_models import check_vocabularies, read_other
 

@@ -73,9 +73,15 @@ def this_machine(device: torch.device, host_gib: float = 0.0) -> Machine:
             torch.cuda.get_device_properties(device).total_memory
             * torch.cuda.get_per_process_memory_fraction(device)
         )
-    ours = Machine(1, memory, host, local_world_size(), *(device_peaks() or ()))
-    gpus, memories, hosts, nodes, flops, rates = zip(*gather(ours))
-    return Machine(sum(gpus), min(memories), min(hosts), max(nodes), min(flops), min(rates))
+    machines = gather(Machine(1, memory, host, local_world_size(), *(device_peaks() or ())))
+    return Machine(
+        gpus=len(machines),
+        gpu_bytes=min(m.gpu_bytes for m in machines),
+        host_bytes=min(m.host_bytes for m in machines),
+        gpus_per_node=max(m.gpus_per_node for m in machines),
+        peak_flops=min(m.peak_flops for m in machines),
+        memory_rate=min(m.memory_rate for m in machines),
+    )
 
 
 def planned_machine(config: Config, options: Options, world: int) -> Machine:

@@ -93,15 +93,19 @@ def planner_question(
             others.append(frozen)
         if other.role == "teacher":
             teacher = frozen
-    rollout, samples = requirements.rollout, config.run.samples
+    rollout, prompts, samples = requirements.rollout, config.run.samples, None
     merged = config.model.lora.rank > 0
     if rollout:
-        prompts = -(-requirements.examples_per_load // machine.gpus)
-        rollout = rollout._replace(answers=prompts * rollout.answers, merged=merged)
-    if samples:  # every process answers all of them
-        count = samples if isinstance(samples, int) else len(samples)
-        lengths = config.ppo.planned_batch, config.data.max_length, config.ppo.max_new_tokens
-        samples = PlannedRollout(count, *lengths, merged=merged)
+        of_process = -(-requirements.examples_per_load // machine.gpus)
+        rollout = rollout._replace(answers=of_process * rollout.answers, merged=merged)
+    if prompts:  # every process answers all of them
+        samples = PlannedRollout(
+            answers=prompts if isinstance(prompts, int) else len(prompts),
+            batch=config.ppo.planned_batch,
+            prompt_tokens=config.data.max_length,
+            new_tokens=config.ppo.max_new_tokens,
+            merged=merged,
+        )
     question = Question(
         model,
         machine,
@@ -110,7 +114,7 @@ def planner_question(
         forwards=forwards,
         logit_bytes=requirements.logit_bytes,
         rollout=rollout,
-        samples=samples or None,
+        samples=samples,
         element_size=getattr(torch, config.model.dtype).itemsize,
         moment_bytes=MOMENT_BYTES[config.optimizer.moments],
         others=tuple(others),
@@ -353,13 +357,13 @@ def largest_that(holds: Callable[[int], bool], low: int, high: int) -> int:
 
 def memory_line(plan: Plan) -> str:
     """Return the line that says what was chosen and why, and whether it leaves less than the usual reserve."""
-    q, machine = plan.question, plan.question.machine
-    auto = q.recompute == "auto"
+    machine, is_auto = plan.question.machine, plan.question.recompute == "auto"
     if not machine.is_gpu:
-        return f"memory: recompute {plan.name}{' (auto: CPU)' * auto}"
+        why = " (auto: CPU)" if is_auto else ""
+        return f"memory: recompute {plan.name}{why}"
     p = predict(plan)
     line = (
-        f"memory: recompute {plan.name} ({'auto: ' * auto}{p.gpu / GIB:.1f} GiB predicted of "
+        f"memory: recompute {plan.name} ({'auto: ' if is_auto else ''}{p.gpu / GIB:.1f} GiB predicted of "
         f"{machine.gpu_bytes / GIB:.1f} GiB); weights {'resident' if plan.resident else 'sharded'}"
     )
     if plan.graphs:
@@ -375,5 +379,5 @@ def micro_batch_line(question: Question, auto: bool) -> str:
     """Return the line that says what a step is cut into."""
     return (
         f"micro-batches: {question.micro_batches} in a typical step, each of at most "
-        f"{question.tokens_per_microbatch:,} tokens{' (auto)' * auto}"
+        f"{question.tokens_per_microbatch:,} tokens{' (auto)' if auto else ''}"
     )

@@ -141,8 +141,13 @@ class Question(NamedTuple):
 
     def layers(self, model: PlannedModel) -> list[LayerCost]:
         """Return what each layer of a model takes in this question."""
-        ranks = self.sp, gcd(self.sp, self.common_heads)
-        return layer_costs(model.shape, LayerSetup(*ranks, model.rank, self.element_size))
+        setup = LayerSetup(
+            ranks=self.sp,
+            head_ranks=gcd(self.sp, self.common_heads),
+            rank=model.rank,
+            size=self.element_size,
+        )
+        return layer_costs(model.shape, setup)
 
 
 class Plan(NamedTuple):

@@ -94,7 +94,6 @@ def step_loader(
 
 
 def trained_engine(
-    config: Config,
     stage: Stage,
     weights: InitialWeights,
     mesh: ParallelMesh,
@@ -105,7 +104,8 @@ def trained_engine(
 
     `plan` says what its layers keep for the backward pass; `attention` is the kernel in place of the configured one.
     """
-    model, requirements, memory = config.model, stage.requirements, layer_memory(plan)
+    config, requirements, memory = stage.config, stage.requirements, layer_memory(plan)
+    model, optimizer = config.model, config.optimizer
     chosen_class = model_class(reward=stage.reward, value=requirements.value)
     if model.lora.rank:
         from models.lora import add_adapters
@@ -124,7 +124,7 @@ def trained_engine(
                     layer.mlp.router_module.requires_grad_(False)
         return add_adapters(module, model.lora) if model.lora.rank else module
 
-    settings, optimizer = _zero_settings(config, weights.shape), config.optimizer
+    settings = _zero_settings(config, weights.shape)
     built = build_partitioned(create, settings, weights.fill, resident=plan.resident).train()
     groups = parameter_groups(
         built,

@@ -149,7 +149,6 @@ class TrainingRun:
         self.watch.phase("kernels")
         with error_context():
             check_kernel(
-                config,
                 inputs.stage,
                 shape,
                 inputs.attention,
@@ -173,7 +172,7 @@ class TrainingRun:
         self.watch.phase("building the model")
         self.say(f"building the model of {plan.question.model.parameters:,} parameters ...")
         self.engine = trained_engine(
-            config, inputs.stage, inputs.weights, self.mesh, plan, inputs.attention
+            inputs.stage, inputs.weights, self.mesh, plan, inputs.attention
         )
         self._hold(self.engine)
         lift_time_limits()  # the process groups exist, and the watch ends a run without progress

@@ -313,7 +313,8 @@ class Watch:
             # Without the store one process of each node speaks: the first or, on the node where rank 0 holds the store
             # and is the one that is gone, the second.
             beside_store = self._answered < inf and own_beat.rank == environment.local_rank()
-            alone = environment.local_rank() == int(beside_store and not agent)
+            speaker = 1 if beside_store and not agent else 0
+            alone = environment.local_rank() == speaker
             tell(store, f"error: {self._sentence(own_beat)}; {ADVICE}", alone=alone)
             self._leave(1)
         if idle > self.warning > 0 and self._warned_phase != self.phases and own_beat.rank == 0:
@@ -332,12 +333,15 @@ class Watch:
         beats = [*self._beats.values()] or [own_beat]
         silent = [beat for beat in beats if now - beat.read > SILENT_SECONDS]
         victim = min(silent or beats, key=lambda b: (b.phases, b.collectives, b.moved))
-        alive = "its process is alive, and " + (
-            "the others wait for it" if self._beats else "waits"
-        )
+        if silent:
+            state = GONE
+        elif self._beats:
+            state = "its process is alive, and the others wait for it"
+        else:
+            state = "its process is alive, and waits"
         return (
             f"rank {victim.rank} on {victim.node} has not moved since {victim.place}, {now - victim.moved:.0f} s ago: "
-            f"{GONE if silent else alive}{beside * (victim.rank != own_beat.rank)}"
+            f"{state}{'' if victim.rank == own_beat.rank else beside}"
         )
 
     def _start_watchdog(self) -> None:
