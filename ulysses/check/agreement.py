@@ -95,8 +95,8 @@ def check_same_run(config: Config, shape: ModelConfig, checkpoint: Path) -> None
         gradient_policies(config.gradients).load_state_dict(state["policies"])
 
 
-def changes(config: Config, checkpoint: Path, inputs: dict[str, str]) -> list[str]:
-    """Return what has changed since the checkpoint that the run continues, in words.
+def changes(config: Config, checkpoint: Path, inputs: dict[str, str]) -> dict[str, str]:
+    """Return what has changed since the checkpoint that the run continues: by its name, a sentence about it.
 
     `inputs` are digests. Raises ConfigError if the training data are others than those that the run began with, or the
     weights of a frozen model.
@@ -111,8 +111,8 @@ def changes(config: Config, checkpoint: Path, inputs: dict[str, str]) -> list[st
             "run.resume",
         )
     before = flat(state["config"]) | old
-    return [
-        f"{key} was {before.get(key)!r} and is {value!r}"
+    return {
+        key: f"{key} was {before.get(key)!r} and is {value!r}"
         for key, value in (flat(config.model_dump(mode="json")) | inputs).items()
         if value != before.get(key) and not key.startswith("run.resume")
-    ]
+    }

@@ -173,31 +173,30 @@ def check_routers(model: ModelSection, shape: ModelConfig) -> Iterator[str]:
             yield f"model.{key} is {value:g} but {why} is set, which trains no router; set it to 0"
 
 
-def fit_window(
-    stage: Stage, shape: ModelConfig, setting: str = "data.max_length"
-) -> ModelConfig:
-    """Return the shape with a window that holds the run's longest sequence.
+def check_window(stage: Stage, shape: ModelConfig, frozen: str = "") -> None:
+    """Refuse sequences that are longer than a model's window, unless it is to extrapolate.
 
-    Random weights, and a model that is to extrapolate, may learn a longer window than they have. For all others
-    ConfigError refuses such a sequence. `setting` names a frozen model, if the shape is not the trained one's.
+    Random weights may learn a longer window than they have.
+
+    Args:
+        frozen: the setting that names the model, if it is not the trained one.
     """
     config, longest = stage.config, stage.requirements.longest_example
     window, scaling = shape.max_position_embeddings, shape.rope_scaling
-    is_trained = setting == "data.max_length"
-    learns = is_trained and config.model.init == "random"
-    if longest > window and not learns and not config.model.rope.extrapolate:
-        original = scaling.original_max_position_embeddings if scaling else window
-        table, place = (
-            ("model.rope", "") if is_trained else ("rope_scaling", " in its config.json")
-        )
-        sampled = " or ppo.max_new_tokens" if longest > config.data.max_length else ""
-        raise ConfigError(
-            f"sequences may have {longest} tokens but the window of the model has {window}; set {table}.type = "
-            f'"yarn" and {table}.factor = {-(-longest // original):.1f}{place}, lower data.max_length{sampled}, or '
-            "insist with model.rope.extrapolate = true",
-            setting,
-        )
-    return replace(shape, max_position_embeddings=max(longest, window))
+    learns = config.model.init == "random" and not frozen
+    if longest <= window or learns or config.model.rope.extrapolate:
+        return
+    original = scaling.original_max_position_embeddings if scaling else window
+    table, place = "model.rope", ""
+    if frozen:
+        table, place = "rope_scaling", " in its config.json"
+    sampled = " or ppo.max_new_tokens" if longest > config.data.max_length else ""
+    raise ConfigError(
+        f"sequences may have {longest} tokens but the window of the model has {window}; set {table}.type = "
+        f'"yarn" and {table}.factor = {-(-longest // original):.1f}{place}, lower data.max_length{sampled}, or '
+        "insist with model.rope.extrapolate = true",
+        frozen or "data.max_length",
+    )
 
 
 def check_weights(

@@ -22,7 +22,7 @@ from ulysses.check.input_files import (
     check_routers,
     check_sources,
     check_weights,
-    fit_window,
+    check_window,
     initial_weights,
     published_shape,
     read_shape,
@@ -81,7 +81,9 @@ def prepare(
                 with error_context("model.path"):
                     check_weights(shape, folder, reward=stage.reward, quantize=model.quantize)
         with collecting(errors):
-            shape = fit_window(stage, shape)
+            check_window(stage, shape)
+            longest = max(stage.requirements.longest_example, shape.max_position_embeddings)
+            shape = replace(shape, max_position_embeddings=longest)
         errors += check_routers(model, shape)
         if model.lora.rank:
             from ulysses.check.adapter_settings import (
@@ -107,7 +109,7 @@ def prepare(
         for other in others:
             with collecting(errors):
                 read = read_other(other, need_weights=strict)
-                fit_window(stage, read.shape, other.setting)
+                check_window(stage, read.shape, other.setting)
                 other_weights[other.setting] = read
     if config.ppo.reward or config.ppo.rollout:
         from ulysses.rl.rewards import check_rewards

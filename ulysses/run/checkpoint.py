@@ -27,7 +27,7 @@ def save_checkpoint(
     folder: Path,
     engine: TrainedEngine,
     state: dict[str, object],
-    more: Callable[[Path], None],
+    save_stage: Callable[[Path], None],
     *,
     keep: int = 0,
 ) -> None:
@@ -36,7 +36,7 @@ def save_checkpoint(
     Args:
         folder: RUN/checkpoints, on a file system that all ranks see.
         state: goes into run.json; its "step" names the checkpoint, and its "best" (step, loss), if there is one, stays.
-        more: adds files of its own to the checkpoint, on rank 0.
+        save_stage: adds the stage's files to the checkpoint, on rank 0.
         keep: how many of the newest checkpoints stay, in addition to the best one; 0 keeps all.
 
     Raises FloatingPointError, before anything is written, if a rank's copy of weights that stay whole is another one.
@@ -52,12 +52,13 @@ def save_checkpoint(
                 shutil.rmtree(leftover, ignore_errors=True)
             temporary.mkdir(parents=True)
         dist.barrier()
-        own = save_state(engine, temporary, {key: state.get(key) for key in ("run", "step")})
-        flush_to_disk(temporary / name for name in own)
-        digests = gather(own)  # from here on no other process writes to the folder
+        record = {"run": state.get("run"), "step": state["step"]}
+        digests = save_state(engine, temporary, record)
+        flush_to_disk(temporary / name for name in digests)
+        # from here on no other process writes to the folder
+        files = dict(ChainMap(*gather(digests)))
         if main:
-            more(temporary)
-            files = dict(ChainMap(*digests))
+            save_stage(temporary)
             rest = [path for path in temporary.iterdir() if path.name not in files]
             files |= {path.name: digest_of(path) for path in rest}
             write_run_state(temporary, {**state, "files": files})

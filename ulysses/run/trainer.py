@@ -219,14 +219,15 @@ class Trainer:
 
     def _read(self, step: int) -> tuple[StepBatches, dict[str, Tensor]]:
         """Return what a step reads, and what its loss terms are divided by, over all ranks. One collective."""
-        batches, counts = self.stage.read(self.loader, step), MetricSums(self.engine.device)
+        batches = self.stage.read(self.loader, step)
+        normalisers = MetricSums(self.engine.device)
         for batch in batches.trained:
             for name, value in self.stage.normalisers(batch).items():
-                counts.add(name, value)
-        totals = counts.totals()
+                normalisers.add(name, value)
+        totals = normalisers.totals()
         # in a step with nothing to train on, loss and gradient become zero instead of 0 / 0
         totals = totals.masked_fill(totals == 0, 1).float()
-        return batches, dict(zip(counts.sums, totals, strict=True))
+        return batches, dict(zip(normalisers.sums, totals, strict=True))
 
     def _loss(
         self,

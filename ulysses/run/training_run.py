@@ -119,7 +119,7 @@ class TrainingRun:
         train, held_out = open_data(inputs)
         self.train_data, self.eval_data = train, held_out
         self.digests = digests_of_inputs(inputs, train, held_out)
-        self.changes: list[str] = []
+        self.changes: dict[str, str] = {}
         if inputs.resume_from:
             self.changes = changes(inputs.config, inputs.resume_from, self.digests)
 
@@ -174,7 +174,7 @@ class TrainingRun:
         self.engine = trained_engine(
             inputs.stage, inputs.weights, self.mesh, plan, inputs.attention
         )
-        self._hold(self.engine)
+        self._register(self.engine)
         lift_time_limits()  # the process groups exist, and the watch ends a run without progress
         self.watch.phase("preparing the stage")
         self.frozen = {m.role: self._frozen_engine(m) for m in inputs.stage.requirements.models}
@@ -237,11 +237,10 @@ class TrainingRun:
         if checkpoint is not None:
             self.trainer.resume(checkpoint)
             self.say(f"resumed {checkpoint} at step {self.trainer.step}")
-            for change in self.changes:
-                self.say(f"  changed since then: {change}")
-                # the best loss was of other rows, or another one
-                if change.startswith((HELD_OUT, "stage ")):
-                    self.trainer.best = None
+            for sentence in self.changes.values():
+                self.say(f"  changed since then: {sentence}")
+            if {HELD_OUT, "stage"} & self.changes.keys():  # eval/loss is now another number
+                self.trainer.best = None
         if self.mesh.is_main:
             with writing(config.output):
                 os.makedirs(os.path.realpath(config.output / "checkpoints"), exist_ok=True)
@@ -267,10 +266,10 @@ class TrainingRun:
             reward=model.is_reward,
             resident=self.plan.resident,
         )
-        self._hold(engine)
+        self._register(engine)
         return engine
 
-    def _hold(self, engine: ZeroEngine) -> None:
+    def _register(self, engine: ZeroEngine) -> None:
         """Release an engine at the end of the run, and count each forward pass that begins as progress."""
         engine.module.register_forward_pre_hook(lambda *_: self.watch.renew())
         self.resources.callback(engine.destroy)
