@@ -36,8 +36,8 @@ def main() -> int:
         case "train" | "dry-run" | "inspect":
             from ulysses.train import start
 
-            given = {"dry-run": ["--dry-run"], "inspect": ["--inspect", "3"]}.get(command, [])
-            start([*given, *rest])
+            options = {"dry-run": ["--dry-run"], "inspect": ["--inspect", "3"]}.get(command, [])
+            start([*options, *rest])
         case "report" | "export" | "migrate" | "chat" | "generate" | "score":
             print("loading the libraries ...", file=sys.stderr, flush=True)
             # a signal raises SystemExit, so that temporary folders are deleted; under nohup SIGHUP stays ignored

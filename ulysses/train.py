@@ -34,7 +34,8 @@ def main(arguments: list[str]) -> int:
     except ConfigError as error:
         report_config_error(error, debug=debug)
         return 2
-    is_first, only_looks = rank() == 0, options.dry_run or options.inspect
+    is_first = rank() == 0
+    only_looks = options.dry_run or options.inspect
     if only_looks and not is_first:
         return 0
     if is_first:
@@ -65,8 +66,8 @@ def main(arguments: list[str]) -> int:
     except ConfigError as error:
         report_config_error(error, debug=debug)
         return 2
-    # The user's code, such as a reward, may raise anything. An interrupt without a note of the loop is Ctrl-C before
-    # the first step, for `interruptible`.
+    # The user's code, such as a reward, may raise anything. The loop notes its step on every error (Trainer.advance):
+    # an interrupt without notes is Ctrl-C before the first step, which `interruptible` tells.
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and not hasattr(error, "__notes__"):
             raise

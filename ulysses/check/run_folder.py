@@ -49,6 +49,7 @@ CHECKPOINT = re.compile("step-(0|[1-9][0-9]*)")
 TRAINED_ON, HELD_OUT = "the training data or how they are tokenised", "the held-out data"
 TRAINED_MODEL = "model.path"  # the setting that names it
 BEFORE_CONFIG = {".lock", HOLDER, "checkpoints"}  # what a run makes before its config.json
+CHECKPOINT_BYTES = 12  # of a trained weight: it and AdamW's two moments in float32
 BEGINNING = re.compile(rb'\{\s*"stage": ')  # of a run's config.json
 
 
@@ -139,16 +140,18 @@ def check_disk(stage: Stage, shape: ModelConfig, resume_from: Path | None) -> st
                 free += file.lstat().st_size
     trained = planner_model(stage, shape).trained
     export = trained * getattr(torch, config.export_dtype).itemsize if run.export else 0
-    counts = {"run.save_last": 0}  # the checkpoints that a setting makes
+    checkpoints = {}  # how many a setting makes
     if run.save_every:
-        counts = {"run.save_every": 2 + (run.keep or run.steps // run.save_every)}
+        checkpoints["run.save_every"] = 2 + (run.keep or run.steps // run.save_every)
     elif run.save_last:
         # a run that continues a checkpoint keeps it until the last one is written
-        counts["run.save_last"] = 2 if resume_from else 1
+        checkpoints["run.save_last"] = 2 if resume_from else 1
+    else:  # the export must fit in any case
+        checkpoints["run.save_last"] = 0
     if run.save_minutes:
-        counts["run.save_minutes"] = 1 + run.keep
-    for setting, count in counts.items():
-        need = 12 * trained * count + export
+        checkpoints["run.save_minutes"] = 1 + run.keep
+    for setting, count in checkpoints.items():
+        need = CHECKPOINT_BYTES * trained * count + export
         if need <= free:
             continue
         what, changes = [], []

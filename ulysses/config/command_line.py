@@ -186,7 +186,7 @@ def _read_arguments(arguments: list[str]) -> Values:
         key: forms(info.annotation)
         for key, info in (known_keys(Options) | known_keys()).items()
     }
-    given, rest = {}, list(arguments)
+    settings, rest = {}, list(arguments)
     while rest:
         argument, equals, value = rest.pop(0).partition("=")
         key = argument.removeprefix("--")
@@ -209,10 +209,10 @@ def _read_arguments(arguments: list[str]) -> Values:
         # the schema decides what the text of a number or a word means; a chat template may begin like a table
         if not allowed or (allowed != ["str"] and value.startswith(("[", "{"))):
             value = _read_value(key, value)
-        if "list" in allowed and "int" not in allowed:
-            value = given.get(key, []) + (value if isinstance(value, list) else [value])
-        given[key] = value
-    return given
+        if "list" in allowed and "int" not in allowed:  # run.samples may be a number instead
+            value = settings.get(key, []) + (value if isinstance(value, list) else [value])
+        settings[key] = value
+    return settings
 
 
 def _read_value(key: str, text: str) -> object:
@@ -341,7 +341,7 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
     tables = {*LEARNING_RATES} - {config.stage}
     if stage and stage.requirements.rollout:
         tables -= {"ppo"}  # where the settings of sampling stand
-    # settings that the run does not read, by the beginnings of their names, under the reason
+    # reasons why settings are not read, each with the beginnings of those settings' names
     unread = {**stage.unread} if stage else {}
     unread |= {
         f"stage {config.stage!r} reads no settings of {name}; remove them, or set stage = {name!r}": (
@@ -370,12 +370,12 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
         reason = "only the end of the run is evaluated; set run.eval_every, or remove it"
         unread[reason] = ("run.patience",)
     # defaults are no wish of the user's: the config.json of a run has them all
-    given = {
+    wished = {
         key for key, info in known_keys().items() if attrgetter(key)(config) != info.default
     }
-    for reason, names in unread.items():
-        if found := {key for key in given if key.startswith(names)}:
-            yield f"{', '.join(sorted(found))}: {reason}"
-        given -= found  # each is told once, for the reason that stands first
+    for reason, beginnings in unread.items():
+        if in_vain := {key for key in wished if key.startswith(beginnings)}:
+            yield f"{', '.join(sorted(in_vain))}: {reason}"
+        wished -= in_vain  # each is told once, for the reason that stands first
     if stage:
         yield from stage.check()

@@ -80,6 +80,7 @@ def planner_question(
     The degree "auto" becomes the smallest whose plan fits, or all processes if none does.
     """
     config, requirements, model = stage.config, stage.requirements, planner_model(stage, shape)
+    memory = config.memory
     # passes are counted in those of the trained model
     forwards, others, teacher = requirements.extra_forwards, [], None
     for other in requirements.models:
@@ -119,7 +120,11 @@ def planner_question(
         moment_bytes=MOMENT_BYTES[config.optimizer.moments],
         others=tuple(others),
         teacher=teacher,
-        **config.memory.model_dump(exclude={"host_memory"}),
+        recompute=memory.recompute,
+        weights=memory.weights,
+        offload=memory.offload,
+        offload_optimizer=memory.offload_optimizer,
+        offload_parameters=memory.offload_parameters,
     )
     degree = config.parallel.sequence_parallel_size
     degrees = divisors(machine.gpus) if degree == "auto" else [degree]

@@ -231,7 +231,7 @@ class Stage:
     trained_type: ClassVar[str] = ""  # of the training data alone, if it differs
     # makes of training data the groups that steps take, if these are not its examples
     grouped: ClassVar[Callable[[TokenizedDataset], TokenizedDataset] | None] = None
-    # settings that the stage does not read in its mode, by the beginnings of their names, under the reason
+    # reasons why settings are not read in the stage's mode, each with the beginnings of those settings' names
     unread: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     reward: ClassVar[bool] = False  # whether a RewardModel is trained
     sequences_per_example: ClassVar[int] = 1  # all of them lie in the same micro-batch

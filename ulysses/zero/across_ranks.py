@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from ulysses import environment
 from ulysses.parallel.mesh import gather
-from ulysses.zero.reduce import GradientReduction, SliceGradients
+from ulysses.zero.reduce import GradientReduction, SlicesWithGradients
 from ulysses.zero.update import Shard
 
 
@@ -43,7 +43,7 @@ class AveragedReduction(GradientReduction):
         super().__init__(*args, bucket=bucket, gradients_reused=gradients_reused)
         self._between, self._bucket = between, bucket
         self._world, node_size = dist.get_world_size(), ranks_of_a_node()
-        self._collected: SliceGradients = []
+        self._collected: SlicesWithGradients = []
         self._nodes = self._world // node_size
         # communicators of their own: in a common one, reductions and gathers would wait for each other
         self._inside = self._across = self._all = dist.new_group()
@@ -56,7 +56,7 @@ class AveragedReduction(GradientReduction):
         super().forget()
         self._collected.clear()
 
-    def _receive(self, grads: SliceGradients, last: bool) -> None:
+    def _receive(self, grads: SlicesWithGradients, last: bool) -> None:
         """Reduce large gradients at once, small ones when there are enough, and store this rank's slices."""
         for s, grad in grads:
             if len(grad) < self._bucket:
@@ -84,7 +84,7 @@ class AveragedReduction(GradientReduction):
         dist.all_to_all_single(copies.view(-1), flat, [length] * W, sizes, group=self._inside)
         return copies.mean(0, dtype=torch.float32)
 
-    def _means_of_collected(self) -> SliceGradients:
+    def _means_of_collected(self) -> SlicesWithGradients:
         """Average the collected small gradients, whole, in one float32 all-reduce, and return this rank's slices."""
         slices, grads = zip(*self._collected)
         self._collected = []

@@ -48,6 +48,7 @@ class ZeroEngine:
     ) -> None:
         self.module, self.device = model, next(model.parameters()).device
         self.units = [m for m in model.modules() if by_layer and isinstance(m, DecoderLayer)]
+        # `build_partitioned` has decided where the weights are
         if next(model.parameters()).shard.whole is not None:
             self.weights: Any = ResidentWeights(model, self.units)
         else:

@@ -20,7 +20,7 @@ from ulysses.zero.update import ParameterSlice
 
 # The gradients of so many units may wait for their reduction, and take memory, before the host waits too.
 IN_FLIGHT = 4
-SliceGradients = list[tuple[ParameterSlice, Tensor]]
+SlicesWithGradients = list[tuple[ParameterSlice, Tensor]]
 
 
 class GradientReduction:
@@ -137,7 +137,7 @@ class GradientReduction:
             self._receive(taken, last)
 
     @contextmanager
-    def _own_stream(self, grads: SliceGradients) -> Iterator[None]:
+    def _own_stream(self, grads: SlicesWithGradients) -> Iterator[None]:
         """Work with gradients on the stream of the reductions, after everything queued on the current one so far."""
         if len(self._events) >= IN_FLIGHT:
             self._events.popleft().synchronize()
@@ -150,7 +150,7 @@ class GradientReduction:
             self._events.append(self._backend.Event())
             self._events[-1].record()
 
-    def _receive(self, means: SliceGradients, last: bool) -> None:
+    def _receive(self, means: SlicesWithGradients, last: bool) -> None:
         """Keep this rank's means, or write them to their sums, or add them to what earlier micro-batches wrote."""
         if not self._uses_sums:
             for s, mean in means:

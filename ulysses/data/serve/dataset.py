@@ -89,14 +89,16 @@ class TokenizedDataset:
         if not share_prompts:
             sizes[:, 1] = 0
         whole, prefixes, _ = sizes.T
-        own = whole - prefixes
+        counted = whole - prefixes  # the tokens that a pack holds
         # of each sequence: where it begins in the tokens and in token_columns, its tokens, its prefix and its rank
-        self._sequences = np.column_stack([whole.cumsum() - whole, own.cumsum() - own, sizes])
+        self._sequences = np.column_stack(
+            [whole.cumsum() - whole, counted.cumsum() - counted, sizes]
+        )
         self._counts = arrays["_counts"]
         self._ends = self._counts.cumsum()
         exists = np.arange(self._counts.max()) < self._counts[:, None]
         self.sequence_lengths, self.prefix_lengths = np.zeros((2, *exists.shape), np.int64)
-        self.sequence_lengths[exists] = own
+        self.sequence_lengths[exists] = counted
         self.prefix_lengths[exists] = prefixes
         self.lengths = self.sequence_lengths.sum(axis=1)
         self.sources = arrays["_source"]
@@ -144,10 +146,10 @@ class TokenizedDataset:
         end = self._ends[index]
         of_example = self._sequences[end - self._counts[index] : end].tolist()
         sequences = []
-        for start, own_start, whole, prefix, rank in of_example:
+        for start, column_start, whole, prefix, rank in of_example:
             per_token = {}
             for name, values in self.token_columns.items():
-                per_token[name] = values[own_start : own_start + whole - prefix]
+                per_token[name] = values[column_start : column_start + whole - prefix]
                 if prefix:
                     before = sequences[-1].token_columns[name]
                     per_token[name] = np.append(before[:prefix], per_token[name])
