@@ -137,6 +137,7 @@ def build(
         InitialWeights(shape, 0, quantize=config.model.quantize),
         mesh,
         choice,
+        config.model.attention,
     )
     # where the weights are is decided once
     weights = "resident" if choice.resident else "sharded"

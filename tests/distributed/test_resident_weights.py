@@ -113,7 +113,7 @@ def memory_of_a_gather():
     engine.weights.wait(parameters)
     sizes = [4 * p.numel() / 2**20 for p in parameters]
     before = memory_of("VmSize")
-    engine.weights.written(parameters)
+    engine.weights.rewritten(parameters)
     engine.weights.wait(parameters)
     asked = (memory_of("VmPeak") - before) / 2**20
     engine.destroy()

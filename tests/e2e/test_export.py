@@ -209,7 +209,7 @@ def load_and_export(folder, out):
     config = check(given)
     shape, place = read_shape(config)
     before, _ = memory()
-    engine = frozen_engine(config, InitialWeights(shape, 0, place), ParallelMesh(1))
+    engine = frozen_engine(config, InitialWeights(shape, 0, place), ParallelMesh(1), "auto")
     loaded, peak = memory()
     export_model(partial(full_parameters, engine), out, shape, config, step=0)
     return peak - before, memory()[1] - loaded

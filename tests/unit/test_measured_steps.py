@@ -40,7 +40,7 @@ def measured(row):
         model = model._replace(
             parameters=total, trained=adapters, idle_adapters=unmet, quantize=base
         )
-        model = model._replace(rank=row.get("rank", 0))
+        model = model._replace(lora_rank=row.get("rank", 0))
     levels = ()
     for part in row["recompute"].split("+"):
         level, _, count = part.partition("*")

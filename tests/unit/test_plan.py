@@ -589,9 +589,9 @@ def settings_of_layers(rank=0):
         plan = choose_memory(planner_question(stage_of(settings), SHAPE, node(1, 80, 80), 64))
         plan = plan._replace(**changed)
         engine = (
-            trained_engine(stage_of(settings), weights, mesh, plan)
+            trained_engine(stage_of(settings), weights, mesh, plan, "auto")
             if trainable
-            else frozen_engine(settings, weights, mesh)
+            else frozen_engine(settings, weights, mesh, "auto")
         )
         layers = engine.module.model.layers
         found.append([(layer.recompute, layer.offloader is not None) for layer in layers])

@@ -27,7 +27,7 @@ def check_adapters(config: Config, shape: ModelConfig) -> Iterator[str]:
         )
     yield from _missing_targets(lora, shape)
     if shape.moe:
-        yield from _errors_of_experts(lora, shape)
+        yield from _errors_of_experts(lora)
     if (kind := config.model.quantize) != "none":
         try:
             empty_model(shape, quantize=kind)
@@ -48,7 +48,7 @@ def _missing_targets(lora: LoraSection, shape: ModelConfig) -> Iterator[str]:
         )
 
 
-def _errors_of_experts(lora: LoraSection, shape: ModelConfig) -> Iterator[str]:
+def _errors_of_experts(lora: LoraSection) -> Iterator[str]:
     """Yield why adapters of experts cannot be trained as the settings say, or not be exported for PEFT."""
     of_mlp = sorted({*lora.targets} & {*MLP_TARGETS})
     if ("gate_proj" in of_mlp) != ("up_proj" in of_mlp):

@@ -46,8 +46,8 @@ def prepare(
 ) -> RunInputs:
     """Check a configuration against the machine and the files, and read what they say about the model.
 
-    Nothing is written, and no data are opened. With `run.deterministic`, torch's switches are set here. What a check
-    could not read stays None, and the checks that need it are left out, since its own error is told.
+    Nothing is written, and no data are opened. With `run.deterministic`, torch's switches are set here. What cannot be
+    read stays None: its error is told, and the checks that need it are left out.
 
     Args:
         world_size: number of processes; 0 asks the launcher.

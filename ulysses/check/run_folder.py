@@ -92,7 +92,7 @@ def check_folders(
     # a power cut may have emptied the run's config.json, whose next start writes it again
     written = output / "config.json"
     if not (written.exists() and written.stat().st_size):
-        has_begun |= saved_checkpoints(output / "checkpoints") != []
+        has_begun = has_begun or bool(saved_checkpoints(output / "checkpoints"))
     if not has_begun and not is_run_folder(output):
         check_empty(output, "run.output")
     if config.run.export and resume_from is None:

@@ -21,12 +21,12 @@ class LayerSetup(NamedTuple):
     """What a layer's cost depends on besides the model's shape.
 
     ranks: of a sequence-parallel group; `head_ranks` of them split the heads, and sets of so many the rows.
-    rank: of the matrices' adapters; 0 without. size: bytes of an element.
+    lora_rank: of the matrices' adapters; 0 without. size: bytes of an element.
     """
 
     ranks: int = 1
     head_ranks: int = 1
-    rank: int = 0
+    lora_rank: int = 0
     size: int = 2
 
 
@@ -128,23 +128,23 @@ def _attention(shape: ModelConfig, setup: LayerSetup) -> LayerCost:
     """Return what attention takes. Keys that are copied to several ranks count on each of them."""
     D, E, family = shape.hidden_size, shape.head_dim, shape.family
     H, K = shape.num_attention_heads, shape.num_key_value_heads
-    ranks, head_ranks, rank, size = setup
+    ranks, head_ranks, lora_rank, size = setup
     keys = head_layout(H, K, head_ranks).key
     # widths of all queries, of all keys, and of the keys that the ranks hold together
     query, key, held = H * E, K * E, keys * ranks * E
     gate = query if family.output_gate else 0
     parameters = D * (2 * (query + key) + gate)
     # queries, keys and values, and the output; the inner rows of adapters
-    kept = 2 * query + 2 * held + 4 * rank
+    kept = 2 * query + 2 * held + 4 * lora_rank
     if ranks > 1:  # the output before and after its exchange
         kept += query
     if family.qk_norm != "none":
         # queries and keys before their norms; with adapters the values lie beside the keys
         kept += query + key
-        if rank and ranks > 1:
+        if lora_rank and ranks > 1:
             kept += key
     if gate:  # normalised rows for it, its sigmoid and its product
-        kept += D + 2 * gate + rank
+        kept += D + 2 * gate + lora_rank
     results = size * query + 4 * H  # the output and its log-sum-exp
     return LayerCost(
         mixer=parameters,
@@ -171,8 +171,8 @@ def _linear_attention(shape: ModelConfig, setup: LayerSetup) -> LayerCost:
     # normalised rows for the projections and for the gate; the shards; the rule's output, the gate, the normalised
     # output, and the product of these two
     kept = 2 * D + setup.ranks * shard + 4 * out
-    kept += setup.rank * (4 if shape.family.fused_projections else 5)
-    if shape.family.fused_projections and setup.ranks == 1 and setup.rank:
+    kept += setup.lora_rank * (4 if shape.family.fused_projections else 5)
+    if shape.family.fused_projections and setup.ranks == 1 and setup.lora_rank:
         kept += 2 * H  # b and a, in one tensor with q | k | v
     return LayerCost(
         mixer=parameters,
@@ -190,7 +190,7 @@ def _linear_attention(shape: ModelConfig, setup: LayerSetup) -> LayerCost:
 
 def _mlp(shape: ModelConfig, setup: LayerSetup) -> LayerCost:
     F = shape.intermediate_size
-    parameters, kept = 3 * shape.hidden_size * F, setup.size * (2 * F + 3 * setup.rank)
+    parameters, kept = 3 * shape.hidden_size * F, setup.size * (2 * F + 3 * setup.lora_rank)
     return LayerCost(feed_forward=parameters, active=parameters, kept=kept, inner=F)
 
 
@@ -217,7 +217,7 @@ class PlannedModel(NamedTuple):
     """What the planner knows of a model: its shape, its parameters, how many are trained, and how they are kept.
 
     idle_adapters: trained parameters that a token does not meet: those of adapters of experts that it does not choose.
-    rank: of adapters.
+    lora_rank: of adapters; 0 without.
     """
 
     shape: ModelConfig
@@ -226,7 +226,7 @@ class PlannedModel(NamedTuple):
     has_head: bool = True  # False: a score per token instead of the vocabulary
     quantize: str = "none"  # how the layers' matrices are kept (models/quantized.py)
     idle_adapters: int = 0
-    rank: int = 0
+    lora_rank: int = 0
 
     @property
     def is_full(self) -> bool:

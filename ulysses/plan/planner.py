@@ -68,7 +68,7 @@ def planner_model(stage: Stage, shape: ModelConfig) -> PlannedModel:
         has_head=not stage.reward,
         quantize=settings.quantize,
         idle_adapters=idle_adapters,
-        rank=settings.lora.rank,
+        lora_rank=settings.lora.rank,
     )
 
 
@@ -144,7 +144,9 @@ def run_question(
     """
     config, requirements, sides = stage.config, stage.requirements, stage.sequences_per_example
     longest, budget = sides * requirements.longest_example, config.batch.tokens_per_microbatch
-    auto, is_sampled = budget == "auto", requirements.longest_example > config.data.max_length
+    auto = budget == "auto"
+    # the longest example has answers that are not in the data
+    is_sampled = requirements.longest_example > config.data.max_length
     if train:
         loader = StepLoader(
             stage.grouped(train) if stage.grouped else train,
@@ -192,7 +194,8 @@ def planned_step(
     if (stage.trained_type or stage.dataset_type) == "prompt":
         count = requirements.rollout.answers
         prompts = lengths.repeat(count, axis=0)[: requirements.examples_per_step]
-        prefixes = (prompts - 1) * (1 - 1 / count) * data.share_prompts
+        share = 1 - 1 / count if data.share_prompts else 0.0
+        prefixes = (prompts - 1) * share
         lengths = prompts + requirements.rollout.new_tokens - prefixes
     shares = bool(data.prefix_lengths.any() or prefixes.any())
     pairs = squares(1.0 * lengths, prefixes, shape.windows)

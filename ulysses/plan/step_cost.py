@@ -144,7 +144,7 @@ class Question(NamedTuple):
         setup = LayerSetup(
             ranks=self.sp,
             head_ranks=gcd(self.sp, self.common_heads),
-            rank=model.rank,
+            lora_rank=model.lora_rank,
             size=self.element_size,
         )
         return layer_costs(model.shape, setup)

@@ -98,11 +98,11 @@ def trained_engine(
     weights: InitialWeights,
     mesh: ParallelMesh,
     plan: Plan,
-    attention: str = "",
+    attention: str,
 ) -> TrainedEngine:
     """Create the model that a stage trains as ZeRO-3 shards, with its optimizer; all ranks call it together.
 
-    `plan` says what its layers keep for the backward pass; `attention` is the kernel in place of the configured one.
+    `plan` says what its layers keep for the backward pass; `attention` names the kernel by which they attend.
     """
     config, requirements, memory = stage.config, stage.requirements, layer_memory(plan)
     model, optimizer = config.model, config.optimizer
@@ -115,7 +115,7 @@ def trained_engine(
             weights.shape,
             mesh,
             quantize=model.quantize,
-            attention=attention or model.attention,
+            attention=attention,
             memory=memory,
         )
         if model.freeze_router:
@@ -192,16 +192,14 @@ def frozen_engine(
     config: Config,
     weights: InitialWeights,
     mesh: ParallelMesh,
-    attention: str = "",
+    attention: str,
     *,
     reward: bool = False,
     resident: bool = False,
 ) -> ZeroEngine:
     """Create a language model or a reward model that is only run; `resident` keeps its weights whole on every rank."""
     chosen_class, settings = model_class(reward=reward), _zero_settings(config, weights.shape)
-    create = partial(
-        chosen_class, weights.shape, mesh, attention=attention or config.model.attention
-    )
+    create = partial(chosen_class, weights.shape, mesh, attention=attention)
     built = build_partitioned(create, settings, weights.fill, resident=resident)
     return ZeroEngine(built.eval().requires_grad_(False), settings)
 

@@ -29,13 +29,13 @@ def sample(trainer: Trainer, prompts: Sequence[Sequence[int]]) -> list[Completio
     stage = ppo_stage(trainer)
     maker, longest = stage.maker, stage.requirements.longest_example
     vocabulary = trainer.engine.module.config.vocab_size
-    given = {
+    numbered = {
         n: prompt_tokens(prompt, vocabulary, f"prompt {n}")
         for n, prompt in enumerate(gather(prompts)[0])
     }
-    if not given:
+    if not numbered:
         return []
-    if (most := max(map(len, given.values())) + stage.table.max_new_tokens) > longest:
+    if (most := max(map(len, numbered.values())) + stage.table.max_new_tokens) > longest:
         raise ValueError(
             f"a prompt and its answer may have {most} tokens, but {longest} are planned for; raise data.max_length, or "
             "lower ppo.max_new_tokens"
@@ -48,9 +48,9 @@ def sample(trainer: Trainer, prompts: Sequence[Sequence[int]]) -> list[Completio
     number = (step << 20) + maker.calls[step]
     maker.calls[step] += 1
     maker.parts.phase("sampling")
-    found = maker.sampler.sample_together(given, number)
+    answers = maker.sampler.sample_together(numbered, number)
     trainer.watch.pause()
-    return [*found.values()]
+    return [*answers.values()]
 
 
 def learn(trainer: Trainer, rows: Sequence[Mapping[str, object]]) -> Metrics:
@@ -65,7 +65,7 @@ def learn(trainer: Trainer, rows: Sequence[Mapping[str, object]]) -> Metrics:
     stage = ppo_stage(trainer)
     maker, per_rollout = stage.maker, stage.table.steps_per_rollout
     limits = trainer.engine.module.config.vocab_size, stage.requirements.longest_example
-    groups, given = defaultdict(list), []
+    groups, with_advantages = defaultdict(list), []
     for n, row in enumerate(gather(rows)[0]):
         # the first row of the first rollout tells which columns are not read; `str` says nothing
         note = str if n or trainer.metrics else trainer.say
@@ -74,8 +74,8 @@ def learn(trainer: Trainer, rows: Sequence[Mapping[str, object]]) -> Metrics:
         except BadRowError as error:
             raise ValueError(f"trajectory {n} {error}") from None
         groups[columns["_prompt"]].append(columns)
-        given.append(columns["given"])
-    if fault := unfit_rows(len(groups), np.array(given), stage.table):
+        with_advantages.append(columns["given"])
+    if fault := unfit_rows(len(groups), np.array(with_advantages), stage.table):
         raise ValueError(fault)
     if trainer.finished and trainer.step < trainer.total_steps:
         raise ValueError(
@@ -88,10 +88,10 @@ def learn(trainer: Trainer, rows: Sequence[Mapping[str, object]]) -> Metrics:
             f"there are {len(groups)} groups for {stage.table.minibatches} minibatches, and run.steps leaves "
             f"{max(0, left)} steps for the {per_rollout} of a rollout"
         )
-    found = trajectories_of(groups.values(), maker.sampler.options.stop_tokens)
-    check_fits(max(len(one.whole) for one in found), maker.parts.tokens_per_microbatch)
+    trajectories = trajectories_of(groups.values(), maker.sampler.options.stop_tokens)
+    check_fits(max(len(one.whole) for one in trajectories), maker.parts.tokens_per_microbatch)
     finish_rollout(trainer)
-    maker.rollout = maker.made_of(trainer.step // per_rollout, found)
+    maker.rollout = maker.made_of(trainer.step // per_rollout, trajectories)
     take_steps(trainer, per_rollout)
     trainer.watch.pause()
     return trainer.metrics

@@ -125,7 +125,7 @@ class Trainer:
         current = self.step + 1  # the number of this step, counted from 1
         is_first = not self.metrics
         evaluates = run.eval_every > 0 and current % run.eval_every == 0
-        logs = run.log_every > 0 and current % run.log_every == 0
+        logs = current % run.log_every == 0
         saves = run.save_every > 0 and current % run.save_every == 0
         try:
             values = self.train_step()

@@ -105,14 +105,14 @@ class ShardedWeights:
         return deepspeed.zero.GatheredParameters(parameters)
 
     @contextmanager
-    def rewritten(self) -> Iterator[None]:
+    def rewriting(self) -> Iterator[None]:
         """Let every rank change its slices in the block, where no weight is whole; afterwards small ones are again."""
         self._offload.partition_all_parameters()
         yield
         if small := self._offload.persistent_parameters:
             small[0].all_gather(small)
 
-    def written(self, parameters: Iterable[nn.Parameter]) -> None:
+    def rewritten(self, parameters: Iterable[nn.Parameter]) -> None:
         """Do nothing: the new values of these slices are gathered when the weights are used."""
 
     def close(self) -> None:

@@ -147,21 +147,21 @@ class TrainedEngine(ZeroEngine):
         """Update the weights by the slices of `gradients` times their factors; `lr` is the schedule's learning rate."""
         # in the order of `slices`: sub-group after sub-group, and in each the order of its parameters
         entries = iter(gradients.entries)
-        with self.weights.rewritten():
+        with self.weights.rewriting():
             for sub_group in self.sub_groups:
                 group = sub_group.group
                 grads = [next(entries).grad for _ in sub_group.parameters]
                 sub_group.update(grads, lr * group.lr_factor, gradients.factors[group.scope])
-                self.weights.written(sub_group.parameters)
+                self.weights.rewritten(sub_group.parameters)
         self.reduction.forget()
 
     @torch.no_grad()
     def publish(self) -> None:
         """Give the master weights to the model after somebody else than `step` has changed them."""
-        with self.weights.rewritten():
+        with self.weights.rewriting():
             for sub_group in self.sub_groups:
                 sub_group.write()
-                self.weights.written(sub_group.parameters)
+                self.weights.rewritten(sub_group.parameters)
 
     def skip_step(self) -> None:
         """Drop the accumulated gradient without touching the weights."""

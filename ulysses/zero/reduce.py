@@ -127,7 +127,10 @@ class GradientReduction:
 
     @torch.no_grad()
     def _take(self, slices: Iterable[ParameterSlice], *_: Any, last: bool = False) -> None:
-        """Take the gradients that parameters have now; `last` says that no more come in this backward pass."""
+        """Take the gradients that parameters have now; `last` says that no more come in this backward pass.
+
+        This is torch's hook too, whose further arguments say nothing more.
+        """
         taken = []
         for s in slices:
             grad, s.parameter.grad = s.parameter.grad, None

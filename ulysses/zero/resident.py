@@ -62,7 +62,7 @@ def build_whole(create: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Modul
 
 
 class ResidentWeights:
-    """Weights that are kept after each use; all ranks construct it together, and call `written` together.
+    """Weights that are kept after each use; all ranks construct it together, and call `rewritten` together.
 
     Args:
         model: from `build_whole`.
@@ -80,7 +80,7 @@ class ResidentWeights:
         parameters_of[model] = [p for p in self._parameters if p not in of_units]
         self._parameters_of = parameters_of if self.world > 1 else {}
         self._hooks = [m.register_forward_pre_hook(self._begins) for m in self._parameters_of]
-        self.written(self._parameters)
+        self.rewritten(self._parameters)
 
     def _begins(self, module: nn.Module, _: Any) -> None:
         """Wait for the parameters of a module whose forward pass begins."""
@@ -99,12 +99,12 @@ class ResidentWeights:
         return nullcontext()
 
     @contextmanager
-    def rewritten(self) -> Iterator[None]:
-        """Let every rank change its slices inside, and say of each with `written` when it is done."""
+    def rewriting(self) -> Iterator[None]:
+        """Let every rank change its slices in the block, and say with `rewritten` which of them are done."""
         self.wait(self._parameters)
         yield
 
-    def written(self, parameters: Iterable[nn.Parameter]) -> None:
+    def rewritten(self, parameters: Iterable[nn.Parameter]) -> None:
         """Begin to bring every rank's new slices of the parameters to all ranks; `wait` before any of them is read."""
         if self.world == 1:
             return
