@@ -203,9 +203,12 @@ def check_apart(key: str, out: Path, read: Iterable[tuple[str, Path]]) -> None:
     `read` has those places with the settings that name them.
     """
     for setting, path in read:
-        inside, around = lies_in(out, path), lies_in(path, out)
+        inside = lies_in(out, path)
+        around = lies_in(path, out)
         if inside or around:
-            how = "is" if inside and around else "lies in" if inside else "holds"
+            how = "holds"
+            if inside:
+                how = "is" if around else "lies in"
             raise ValueError(
                 f"{key} {out.absolute()} {how} {path.absolute()}, which is {setting}; give a folder apart from it"
             )

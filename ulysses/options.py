@@ -1,4 +1,4 @@
-"""The doors of the engine's options: the one import by which each is entered, by the name that a setting has for it.
+"""The doors of the engine's options: for each name that a setting may have, the one import that enters the option.
 
 An option's files can be deleted (CONTRIBUTING lists them). A setting that asks for a deleted one is refused by name,
 before any work.

@@ -83,7 +83,8 @@ def choose_base(stage: Stage, folder: Path) -> Config:
     config = stage.config
     if not (folder / ADAPTER_CONFIG).is_file():
         return config
-    lora, raw = config.model.lora, read_adapter_config(folder)
+    lora = config.model.lora
+    raw = read_adapter_config(folder)
     named = [*raw["target_modules"], *raw["target_parameters"]]
     lasts = [str(name).removesuffix(".weight").rpartition(".")[2] for name in named]
     targets = {target for last in lasts for target in EXPERT_PARTS.get(last, (last,))}

@@ -131,7 +131,9 @@ def read_shape(config: Config, need_weights: bool = True) -> tuple[ModelConfig, 
 
     Raises ValueError or FileNotFoundError if there is no such model, or if it is not supported.
     """
-    model, folder, raw = config.model, None, {}
+    model = config.model
+    folder = None
+    raw = {}
     rope = model.rope.changes()
     if model.path:
         folder = resolve_model(model.path, model.revision, need_weights=need_weights)
@@ -324,7 +326,8 @@ def read_tokenizer(
             template = ChatTemplate(
                 tokenizer, config.data.chat_template, config.data.chat_template_kwargs
             )
-        samples, window = config.run.samples, shape.max_position_embeddings
+        samples = config.run.samples
+        window = shape.max_position_embeddings
         with error_context("run.samples"):
             for text in samples if isinstance(samples, list) else ():
                 prompt = template.render([Message("user", text)])

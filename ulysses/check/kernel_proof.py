@@ -29,7 +29,8 @@ def choose_kernel(stage: Stage, shape: ModelConfig) -> tuple[str, KernelChoice]:
 
     Raises ConfigError for a kernel that cannot run here; ValueError if the kernels of linear attention are absent.
     """
-    model, device = stage.config.model, "cuda" if torch.cuda.is_available() else "cpu"
+    model = stage.config.model
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     name = model.attention
     is_short = stage.requirements.longest_example <= SHORT
     if name == "auto" and device == "cuda" and model.dtype == "bfloat16" and is_short:
@@ -62,7 +63,8 @@ def check_kernel(
 
     shares: whether sequences share prompts. ValueError if the kernels of linear attention cannot be imported.
     """
-    config, cache = stage.config, Path(stage.config.data.cache)
+    config = stage.config
+    cache = Path(config.data.cache)
     heads = head_layout(
         shape.num_attention_heads, shape.num_key_value_heads, mesh.head_parallel_size
     )

@@ -57,11 +57,14 @@ def prepare(
     Raises ConfigError: all errors about settings or, if there are none, about what they name.
     """
     stage = check_settings(config, world_size, findings)
-    model, strict = config.model, findings is None
+    model = config.model
+    strict = findings is None
     others = [other for other in stage.requirements.models if other.path]
     shape = folder = tokenizer = tokenizer_path = template = None
     weights = kernel = resume_from = None
-    attention, other_weights, disk_warning = model.attention, {}, ""
+    attention = model.attention
+    other_weights = {}
+    disk_warning = ""
     errors = []
 
     # ---------------------------------------------------------------- files, each of which may be absent
@@ -160,7 +163,8 @@ def remarks(inputs: RunInputs, loader: StepLoader) -> Iterator[str]:
     """Yield lines about settings that are right and may still not be meant."""
     if inputs.disk_warning:
         yield inputs.disk_warning
-    config, total = inputs.config, inputs.stage.total_steps(loader)
+    config = inputs.config
+    total = inputs.stage.total_steps(loader)
     files = inputs.weights and inputs.weights.files  # a dry run may have found none
     if files and files.adapter:
         how = "merged into its base; exports are whole models"

@@ -1,7 +1,7 @@
 """A run's folder: whether a run may write there, what its checkpoints are, and which one it continues.
 
-RUN/checkpoints/step-12/run.json holds the run's id and settings, the digest of every other file, and its own. What a
-run reads and its checkpoints do not hold (data, the base of adapters, frozen models) stands there by digests.
+RUN/checkpoints/step-12/run.json holds the run's id and settings, the digests of every other file and of itself, and
+those of what a run reads and no checkpoint holds: data, the base of adapters, frozen models.
 """
 
 import json
@@ -191,7 +191,10 @@ def hold_output(config: Config, resources: ExitStack) -> tuple[str, str]:
     Return the run's id, and the run that held the folder before and ended without giving it back, or "". Raises
     ConfigError on every rank if another run holds the folder, or if a node does not see what rank 0 writes there.
     """
-    output, run_id, before, complaint = config.output, token_hex(4), "", ""
+    output = config.output
+    run_id = token_hex(4)
+    before = ""
+    complaint = ""
     holder = f"run {run_id}, process {os.getpid()} on {NODE}"
     if dist.get_rank() == 0:
         try:
@@ -274,7 +277,8 @@ def resume_point(run: RunSection) -> Path | None:
     Raises ValueError for a folder that is not a complete checkpoint, and for checkpoints in the run folder that could
     later be taken for this run's own.
     """
-    folder, chosen = Path(run.output) / "checkpoints", None
+    folder = Path(run.output) / "checkpoints"
+    chosen = None
     saved = saved_checkpoints(folder)
     for path in folder.glob("step-*"):
         if CHECKPOINT.fullmatch(path.name) and path.exists() and path not in saved:
@@ -313,7 +317,8 @@ def digests_of_inputs(
     digests = {TRAINED_ON: train.folder.name, HELD_OUT: str(held_out and held_out.folder.name)}
     if {*train.source_weights} != {1}:  # the order of the examples follows from them too
         digests[TRAINED_ON] += f" {train.source_weights}"
-    config, frozen = inputs.config, inputs.others
+    config = inputs.config
+    frozen = inputs.others
     # adapters, and a stage that compares with the initial policy, need the weights that the run began with
     if config.model.lora.rank or not all(m.path for m in inputs.stage.requirements.models):
         frozen = {TRAINED_MODEL: inputs.weights, **frozen}

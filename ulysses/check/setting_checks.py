@@ -27,7 +27,8 @@ def check_settings(
     """Refuse what the settings show to be wrong, and return the stage; arguments and errors are those of `prepare`."""
     if config.run.deterministic:  # set here, before anything starts CUDA
         require_determinism()
-    stage, errors = stage_of(config), []
+    stage = stage_of(config)
+    errors = []
     world_size = world_size or environment.world_size()
     degree = config.parallel.sequence_parallel_size
     if degree != "auto" and world_size % degree:

@@ -139,7 +139,8 @@ def explain_unknown(key: str, keys: list[str]) -> str:
     Args:
         keys: all of our settings.
     """
-    names, last = foreign_names(), key.rpartition(".")[2]
+    names = foreign_names()
+    last = key.rpartition(".")[2]
     for name in (key, last):
         kind, rule = names["rules"].get(name, ("", {}))
         if kind == "ours":
@@ -186,7 +187,8 @@ def _read_arguments(arguments: list[str]) -> Values:
         key: forms(info.annotation)
         for key, info in (known_keys(Options) | known_keys()).items()
     }
-    settings, rest = {}, list(arguments)
+    settings = {}
+    rest = list(arguments)
     while rest:
         argument, equals, value = rest.pop(0).partition("=")
         key = argument.removeprefix("--")

@@ -64,7 +64,8 @@ class Gradients:
         entries: Iterable[GradientSlice],
         all_reduce: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     ) -> None:
-        self.entries, self.all_reduce = list(entries), all_reduce
+        self.entries = list(entries)
+        self.all_reduce = all_reduce
         if not self.entries:
             raise ValueError("no parameter has a gradient; run the backward pass first")
         self.numel = sum(e.numel for e in self.entries)

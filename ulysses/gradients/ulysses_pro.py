@@ -50,7 +50,8 @@ class GradientNoise(GradientPolicy):
             )
 
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
-        norm, root = gradients.norm(), math.sqrt(gradients.numel)
+        norm = gradients.norm()
+        root = math.sqrt(gradients.numel)
         sigma = self.sigma + self.ratio * norm / root  # one of them is 0
         slices = gradients.slices()
         noise = torch.empty(NOISE_BLOCK, dtype=torch.float32, device=slices[0].device)

@@ -66,7 +66,8 @@ def this_machine(device: torch.device, host_gib: float = 0.0) -> Machine:
     Args:
         host_gib: memory of a node (memory.host_memory); 0 takes what its kernel reports.
     """
-    memory, host = math.inf, host_gib * GIB or free_host_bytes()
+    memory = math.inf
+    host = host_gib * GIB or free_host_bytes()
     if device.type == "cuda":
         # the program may have set a smaller share than all of it
         memory = int(
@@ -123,7 +124,8 @@ def free_host_bytes() -> int:
 
     A machine that gets memory on demand reports less than it can have: memory.host_memory says the right number.
     """
-    free, group = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
+    free = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
     with suppress(OSError, ValueError):  # there is no control group, or its limit is "max"
         limit = int((group / "memory.max").read_text())
         free = min(free, limit - int((group / "memory.current").read_text()))

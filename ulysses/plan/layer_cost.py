@@ -163,7 +163,8 @@ def _linear_attention(shape: ModelConfig, setup: LayerSetup) -> LayerCost:
     """Return what linear attention takes. A rank holds all rows of its heads; heads on several ranks count on each."""
     K, H, E, V, taps = astuple(shape.delta)
     D, columns, out = shape.hidden_size, sum(shape.delta.widths), H * V
-    ranks, size = math.gcd(setup.ranks, H), setup.size
+    ranks = math.gcd(setup.ranks, H)
+    size = setup.size
     layout = head_layout(H, K, ranks)
     # width of a rank's heads: q | k | v, b and a
     shard = 2 * layout.key * E + layout.query * (V + 2)
@@ -190,7 +191,8 @@ def _linear_attention(shape: ModelConfig, setup: LayerSetup) -> LayerCost:
 
 def _mlp(shape: ModelConfig, setup: LayerSetup) -> LayerCost:
     F = shape.intermediate_size
-    parameters, kept = 3 * shape.hidden_size * F, setup.size * (2 * F + 3 * setup.lora_rank)
+    parameters = 3 * shape.hidden_size * F
+    kept = setup.size * (2 * F + 3 * setup.lora_rank)
     return LayerCost(feed_forward=parameters, active=parameters, kept=kept, inner=F)
 
 
@@ -286,7 +288,8 @@ def model_flops(
     Args:
         projected: tokens that meet the vocabulary projection: those whose target is trained.
     """
-    layers, head = total(model.layers), model.vocabulary_parameters if model.has_head else 0
+    layers = total(model.layers)
+    head = model.vocabulary_parameters if model.has_head else 0
     adapters = 0 if model.is_full else model.trained
     # a token meets only a few of a layer's experts
     active = model.parameters - adapters - layers.parameters + layers.active

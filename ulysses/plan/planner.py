@@ -50,7 +50,8 @@ class PlannedStep(NamedTuple):
 @cache
 def planner_model(stage: Stage, shape: ModelConfig) -> PlannedModel:
     """Return the planner's view of the trained model, counted on one that has no memory."""
-    settings, idle_adapters = stage.config.model, 0
+    settings = stage.config.model
+    idle_adapters = 0
     model = empty_model(shape, reward=stage.reward, value=stage.requirements.value)
     if settings.lora.rank:
         from models.lora import add_adapters
@@ -82,7 +83,9 @@ def planner_question(
     config, requirements, model = stage.config, stage.requirements, planner_model(stage, shape)
     memory = config.memory
     # passes are counted in those of the trained model
-    forwards, others, teacher = requirements.extra_forwards, [], None
+    forwards = requirements.extra_forwards
+    others = []
+    teacher = None
     for other in requirements.models:
         frozen = shape  # of the initial policy; a model that is absent is taken to be as large
         with suppress(ValueError, OSError):
@@ -94,7 +97,9 @@ def planner_question(
             others.append(frozen)
         if other.role == "teacher":
             teacher = frozen
-    rollout, prompts, samples = requirements.rollout, config.run.samples, None
+    rollout = requirements.rollout
+    prompts = config.run.samples
+    samples = None
     merged = config.model.lora.rank > 0
     if rollout:
         of_process = -(-requirements.examples_per_load // machine.gpus)
@@ -142,8 +147,11 @@ def run_question(
     Args:
         train: the training data; None plans with examples of the greatest length that the settings allow.
     """
-    config, requirements, sides = stage.config, stage.requirements, stage.sequences_per_example
-    longest, budget = sides * requirements.longest_example, config.batch.tokens_per_microbatch
+    config = stage.config
+    requirements = stage.requirements
+    sides = stage.sequences_per_example
+    longest = sides * requirements.longest_example
+    budget = config.batch.tokens_per_microbatch
     auto = budget == "auto"
     # the longest example has answers that are not in the data
     is_sampled = requirements.longest_example > config.data.max_length
@@ -164,7 +172,8 @@ def run_question(
         if data:
             steps = [planned_step(stage, shape, data, each) for each in chosen]
         else:
-            whole, count = min(longest, tokens), requirements.examples_per_step
+            whole = min(longest, tokens)
+            count = requirements.examples_per_step
             pairs = sides * squares(whole / sides, windows=shape.windows)
             steps = 2 * [PlannedStep([whole] * count, [pairs] * count)]
         return cut_steps(planner_question(stage, shape, machine, tokens), *steps, auto)
@@ -212,7 +221,8 @@ def candidates(question: Question) -> Iterator[Plan]:
     Each level comes with the next faster one on as many of the last layers as possible, on fewer, and on none; then
     with the activations of more and more of the first layers on the host.
     """
-    q, count = question, question.model.shape.num_hidden_layers
+    q = question
+    count = question.model.shape.num_hidden_layers
     places = {"resident": [True], "sharded": [False]}.get(q.weights, [True, False])
     if q.offload_parameters or q.machine.gpus == 1:
         places = [not q.offload_parameters]
@@ -254,7 +264,8 @@ def choose_memory(question: Question) -> Plan:
         ConfigError: if the GPU, or the host for what is moved there, is predicted to be too small, with what to change;
             on CPUs, if weights, optimizer and gradients alone exceed their machine's free memory.
     """
-    plan, machine = choose(question), question.machine
+    plan = choose(question)
+    machine = question.machine
     if not machine.is_gpu:
         if (needed := sum(states(plan)) * machine.local_processes) > machine.host_bytes:
             raise ConfigError(
@@ -300,7 +311,8 @@ def cut_steps(
     With `auto` these are the fewest that need no more recomputation or offload than the longest example alone; on a CPU
     they are no larger than CPU_WORK says.
     """
-    longest, groups = question.tokens_per_microbatch, question.machine.gpus // question.sp
+    longest = question.tokens_per_microbatch
+    groups = question.machine.gpus // question.sp
     widths = ATTENTION_WIDTHS * question.model.shape.hidden_size
     question = question._replace(shares=typical.shares)
     most_in_step = sum(largest.tokens)
@@ -328,7 +340,8 @@ def cut_steps(
             most = min(most, int(CPU_WORK / question.model.largest_layer))
         most = max(longest, most)
         tokens = max(longest, *chain(*pack(typical, most), *pack(largest, most)))
-    count, total = len(pack(typical, tokens)[0]), sum(typical.tokens) / groups
+    count = len(pack(typical, tokens)[0])
+    total = sum(typical.tokens) / groups
     question = sized(tokens)
     return question._replace(
         micro_batches=count,
@@ -365,7 +378,8 @@ def largest_that(holds: Callable[[int], bool], low: int, high: int) -> int:
 
 def memory_line(plan: Plan) -> str:
     """Return the line that says what was chosen and why, and whether it leaves less than the usual reserve."""
-    machine, is_auto = plan.question.machine, plan.question.recompute == "auto"
+    machine = plan.question.machine
+    is_auto = plan.question.recompute == "auto"
     if not machine.is_gpu:
         why = " (auto: CPU)" if is_auto else ""
         return f"memory: recompute {plan.name}{why}"

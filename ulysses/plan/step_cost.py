@@ -184,7 +184,8 @@ class Plan(NamedTuple):
     @property
     def graphs(self) -> bool:
         """Whether the layers run as CUDA graphs (memory/graphs.py)."""
-        q, layers = self.question, total(self.question.model.layers)
+        q = self.question
+        layers = total(self.question.model.layers)
         if not q.machine.is_gpu or q.element_size != 2:
             return False
         alone = self.resident and q.sp == 1 and {*self.levels} == {"none"} and not q.shares
@@ -286,7 +287,8 @@ def _working_bytes(
     q, W, V = plan.question, plan.question.machine.gpus, model.shape.vocab_size
     S, size, layers, tiles = q.rows, q.element_size, q.layers(model), 1
     vocabulary = model.vocabulary_parameters
-    rows, trained = size * model.shape.hidden_size * S, vocabulary if model.is_full else 0
+    rows = size * model.shape.hidden_size * S
+    trained = vocabulary if model.is_full else 0
     loss = 3 * rows
     if q.teacher and model is q.model:  # the teacher's rows and its vocabulary lie beside
         tiles, vocabulary = LOSS_TILES, vocabulary + q.teacher.vocabulary_parameters
@@ -316,7 +318,8 @@ def _sampling_bytes(plan: Plan, model: PlannedModel, rollout: PlannedRollout) ->
         return 0.0
     from ulysses.rl.sampler import sampling_bytes
 
-    size, weights = plan.question.element_size, 0.0
+    size = plan.question.element_size
+    weights = 0.0
     if rollout.merged and model is plan.question.model:
         weights += size * model.parameters
     if not plan.resident:
@@ -335,11 +338,13 @@ def step_flops(plan: Plan) -> tuple[float, float]:
     counts half of the square.
     """
     q, model = plan.question, plan.question.model
-    tokens, directions = q.fill * q.tokens_per_microbatch, 3 if model.is_full else 2
+    tokens = q.fill * q.tokens_per_microbatch
+    directions = 3 if model.is_full else 2
     pairs = q.squares or q.documents * squares(
         tokens / q.documents, windows=model.shape.windows
     )
-    products, mixed = q.forwards * model.forward_parameters, 0.0
+    products = q.forwards * model.forward_parameters
+    mixed = 0.0
     for level, layer in plan.layers:
         more, again = layer.computed_again(level, model.is_full)
         products += directions * layer.active + more
@@ -361,8 +366,12 @@ def step_seconds(plan: Plan) -> float:
     launches of its kernels; then comes the update.
     """
     q, model, machine = plan.question, plan.question.model, plan.question.machine
-    size, W, L, layers = q.element_size, machine.gpus, len(plan.levels), total(q.layers(model))
-    rows, rate = q.fill * q.rows, MEMORY_RATE * machine.memory_rate
+    size = q.element_size
+    W = machine.gpus
+    L = len(plan.levels)
+    layers = total(q.layers(model))
+    rows = q.fill * q.rows
+    rate = MEMORY_RATE * machine.memory_rate
     products, attention = step_flops(plan)
     if model.shape.head_dim > 128:
         attention *= WIDE_HEADS

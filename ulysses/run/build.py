@@ -104,7 +104,9 @@ def trained_engine(
 
     `plan` says what its layers keep for the backward pass; `attention` names the kernel by which they attend.
     """
-    config, requirements, memory = stage.config, stage.requirements, layer_memory(plan)
+    config = stage.config
+    requirements = stage.requirements
+    memory = layer_memory(plan)
     model, optimizer = config.model, config.optimizer
     chosen_class = model_class(reward=stage.reward, value=requirements.value)
     if model.lora.rank:
@@ -198,7 +200,8 @@ def frozen_engine(
     resident: bool = False,
 ) -> ZeroEngine:
     """Create a language model or a reward model that is only run; `resident` keeps its weights whole on every rank."""
-    chosen_class, settings = model_class(reward=reward), _zero_settings(config, weights.shape)
+    chosen_class = model_class(reward=reward)
+    settings = _zero_settings(config, weights.shape)
     create = partial(chosen_class, weights.shape, mesh, attention=attention)
     built = build_partitioned(create, settings, weights.fill, resident=resident)
     return ZeroEngine(built.eval().requires_grad_(False), settings)

@@ -137,7 +137,8 @@ def served_weights(
     All ranks iterate together, and the first one gets the weights. Tensors that are only copied from the base are not
     among them.
     """
-    lora, adapters = config.model.lora, {}
+    lora = config.model.lora
+    adapters = {}
     weights = read(lambda name: ".lora_" not in name)
     if lora.rank:
         from models.lora import is_adapter
@@ -173,9 +174,10 @@ def export_model(
         dtype: of the weights in place of the configured one.
         for_servers: write whole weights as they are trained on, in place of those that were written to `out` before.
     """
-    source, lora = config.model, config.model.lora
+    model, lora = config.model, config.model.lora
     whole = for_servers or lora.merge or not lora.rank
-    weights, adapters = read(lambda name: whole and ".lora_" not in name), {}
+    weights = read(lambda name: whole and ".lora_" not in name)
+    adapters = {}
     if lora.rank:
         from models.lora import is_adapter, save_adapters
 
@@ -185,35 +187,36 @@ def export_model(
             pass  # this rank only takes part in gathering them
         return ""
     rounding = Rounding(dtype or config.export_dtype, shape)
-    auto, options = "CausalLM", ")"
+    task, end_of_call = "CausalLM", ")"
     if reward:
         # the base may pad with the token that ends turns, and transformers would score the token before it
-        auto = "SequenceClassification"
+        task = "SequenceClassification"
         pad = f"model.config.get_text_config().pad_token_id = {shape.pad_token_id}"
-        options = f", num_labels=1)\n{pad}"
-    was_quantised = source.quantize != "none" and not for_servers
-    from_folder = not lora.rank and Path(str(source.path)).is_dir()
-    reads_base = was_quantised or (is_wider(source.dtype, rounding.name) and from_folder)
+        end_of_call = f", num_labels=1)\n{pad}"
+    was_quantised = model.quantize != "none" and not for_servers
+    from_folder = not lora.rank and Path(str(model.path)).is_dir()
+    reads_base = was_quantised or (is_wider(model.dtype, rounding.name) and from_folder)
     # tensors of vision or multi-token prediction, which are copied from the base
     has_others = (shape.around or shape.delta) and not reward
-    base_files, carried = None, {}
-    if whole and source.init == "pretrained" and (reads_base or has_others):
-        base_files = WeightFiles(resolve_model(str(source.path), source.revision))
+    base_files = None
+    carried = {}
+    if whole and model.init == "pretrained" and (reads_base or has_others):
+        base_files = WeightFiles(resolve_model(str(model.path), model.revision))
         carried = base_files.carried if has_others else {}
     card = model_card(config, step)
     if not whole:
-        adapted = shape.adapted_class(auto)
+        adapted = shape.adapted_class(task)
         card += f"""
 The adapters are for transformers' {adapted}. PEFT loads them with their base:
 
 ```python
-model = AutoPeftModelFor{auto}.from_pretrained("."{options}
+model = AutoPeftModelFor{task}.from_pretrained("."{end_of_call}
 ```
 """
     with whole_folder(out, f" after step {step}", replaces=for_servers) as new:
         if whole:
             merged = whole_weights(
-                shape, weights, adapters, source, base_files if reads_base else None
+                shape, weights, adapters, model, base_files if reads_base else None
             )
             shard = int(config.export.shard_gib * 2**30)
             stored = stored_weights(shape, starmap(rounding, merged), reward=reward)
@@ -225,7 +228,7 @@ model = AutoPeftModelFor{auto}.from_pretrained("."{options}
                 for name, x in adapters.items()
             }
             by_parameter = shape.family.mlp_by_parameter
-            save_adapters(new, adapters, source, reward=reward, by_parameter=by_parameter)
+            save_adapters(new, adapters, model, reward=reward, by_parameter=by_parameter)
         if rounding.note:
             card += f"\nThe metrics are of the trained weights: {rounding.note}.\n"
         write_json(new / CONFIG, shape.to_hf(dtype=rounding.name, reward=reward))

@@ -46,7 +46,9 @@ class Samples:
         log: MetricsLog | None,
     ) -> None:
         config, samples = inputs.config, inputs.config.run.samples
-        self.trainer, self.log, self.path = trainer, log, config.output / "samples.jsonl"
+        self.trainer = trainer
+        self.log = log
+        self.path = config.output / "samples.jsonl"
         self.decode = partial(inputs.tokenizer.decode, skip_special_tokens=True)
         self.prompts: list[list[int]] = []
         self.answers: list[list[int]] = []  # of the data

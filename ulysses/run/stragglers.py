@@ -36,7 +36,9 @@ class Stragglers:
 
     def _share(self) -> float:
         """Return for what share of the time since the last call this rank's GPU waited; 0 without one."""
-        now, entries, sums = time_ns(), flight_record(active=False), Counter[int]()
+        now = time_ns()
+        entries = flight_record(active=False)
+        sums = Counter[int]()
         # the recorder may hold the last part of this time alone
         since = max(self._last, *(entry["time_created_ns"] for entry in entries[:1]), 0)
         self._last = now

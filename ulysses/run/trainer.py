@@ -175,7 +175,8 @@ class Trainer:
 
         Raises FloatingPointError if loss or gradient is not finite; the weights are then untouched.
         """
-        began, step = time.perf_counter(), self.step
+        began = time.perf_counter()
+        step = self.step
         # Only dropout draws from this generator. It is seeded anew in every step, so that checkpoints need not hold it.
         torch.manual_seed(seed_of(self.run.seed, step, self.mesh.rank))
         self.watch.phase("data", step + 1)
@@ -318,7 +319,8 @@ class Trainer:
         if self._saved_step == self.step:
             return
         self.watch.phase("save")
-        policies, folder = self.policies.state_dict(), Path(self.run.output) / "checkpoints"
+        policies = self.policies.state_dict()
+        folder = Path(self.run.output) / "checkpoints"
         state = {"step": self.step, "best": self.best, "policies": policies, **self.description}
         save_checkpoint(folder, self.engine, state, self.stage.save, keep=self.run.keep)
         self._saved_at, self._saved_step = time.monotonic(), self.step

@@ -206,7 +206,8 @@ class TrainingRun:
             groups=self.mesh.data_parallel_size,
             group=self.mesh.dp_rank,
         )
-        loader, eval_loader = serve(train_data), None
+        loader = serve(train_data)
+        eval_loader = None
         if self.eval_data:
             eval_data = stage.extend_data(parts, self.eval_data)
             eval_loader = serve(eval_data, evaluation=True)
@@ -299,7 +300,7 @@ class TrainingRun:
         """Begin to log, and to answer `run.samples`, if this has not been done yet.
 
         Args:
-            signals: may ask the run to stop; a program that has its own loop has its own handlers, too.
+            signals: whether signals ask the run to stop; a program with its own loop has handlers of its own.
         """
         is_first = not self.is_logged
         self.is_logged = True

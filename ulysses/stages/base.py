@@ -364,7 +364,8 @@ class Stage:
 
         The metrics of a named set begin with its name, as in NAME/loss.
         """
-        all_sums, of_sets = MetricSums(self.model.device), {}
+        all_sums = MetricSums(self.model.device)
+        of_sets = {}
         with self.model.inference():
             for name, loader in source.sets().items():
                 sums = self._evaluation_sums(loader)

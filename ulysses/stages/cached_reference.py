@@ -34,7 +34,8 @@ def cache_file(
     config: Config, weights: InitialWeights, kernel: str, data: TokenizedDataset
 ) -> Path:
     """Return the path of the file in data.cache; its name is a digest of all that the log-probabilities depend on."""
-    cache, content = Path(config.data.cache), f"seed {weights.seed}"
+    cache = Path(config.data.cache)
+    content = f"seed {weights.seed}"
     if weights.paths:
         content = content_digest(weights.paths, cache)
     # with adapters, even switched off, the base runs through other kernels, which round differently
@@ -61,7 +62,8 @@ def read_reference(
         logprobs: maps a batch to its tokens' log-probabilities [S], without gradient.
         parts: of the run, for what `token_values` takes of them, and to say a line.
     """
-    sizes, digest_file = dataset.lengths.tolist(), path.with_suffix(".json")
+    sizes = dataset.lengths.tolist()
+    digest_file = path.with_suffix(".json")
     count, total = len(sizes), sum(sizes)
     if not all(gather(digest_file.exists())):
         parts.say(f"computing reference log-probabilities of {count} examples -> {path}")

@@ -126,7 +126,8 @@ class DpoStage(ReferencedStage):
         )
 
     def sequences(self, example: Example) -> list[Sequence]:
-        pair, alpha = super().sequences(example), self.table.ld_alpha
+        pair = super().sequences(example)
+        alpha = self.table.ld_alpha
         if alpha == 1:
             return pair
         # the last position predicts nothing

@@ -52,7 +52,8 @@ class KtoStage(ReferencedStage):
 
     def read(self, source: StepLoader, step: int) -> StepBatches:
         """Return the step's micro-batches, and those of the mismatched sequences."""
-        batches, dataset = super().read(source, step), source.dataset
+        batches = super().read(source, step)
+        dataset = source.dataset
         indices = source.indices_at(step)
         pairs = self.looks_ahead and mismatched_pairs(dataset.columns["prompt_id"], indices)
         if not pairs:

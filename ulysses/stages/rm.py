@@ -50,7 +50,8 @@ class RmStage(Stage):
         return {"pairs": self.on_first_rank(better(batch).sum())}
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
-        scores, pairs = sequence_last(self.model(batch), batch), better(batch)
+        scores = sequence_last(self.model(batch), batch)
+        pairs = better(batch)
         margins = batch.sequence_columns["margin"]
         good, bad, margins = torch.broadcast_tensors(scores[:, None], scores, margins[:, None])
         losses = reward_loss(good, bad, margins, self.table.center_coefficient) * pairs

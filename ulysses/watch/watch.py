@@ -101,7 +101,8 @@ class Watch:
     imports: float = 0.0
 
     def __post_init__(self) -> None:
-        self.stop_wanted, self.stopped = False, threading.Event()
+        self.stop_wanted = False
+        self.stopped = threading.Event()
         self.place, self.phases, self.moved = "start", 0, monotonic()
         self._step, self._part, self._began = 0, "start", self.moved
         # seconds in each part of the start
@@ -109,14 +110,16 @@ class Watch:
         # seconds of silence after which the run ends, once an error or a signal calls for less patience
         self._hurried = inf
         self._interrupted = inf  # when the first SIGINT came
-        self.met, self._store = Future[dist.Store | None](), None
+        self.met = Future[dist.Store | None]()
+        self._store = None
         # the watchdog's standard input, once all processes have met
         self._watchdog: IO[bytes] | None = None
         self._beats = dict[str, Beat]()  # of other processes, by the text that they wrote
         # when the store last answered, and whether its connection is broken now
         self._answered, self._broken = inf, False
         self._collectives = self._bytes = 0  # begun, and read or written, up to the last beat
-        self._warned_phase, self._beat_at = -1, self.moved
+        self._warned_phase = -1
+        self._beat_at = self.moved
 
     # ---------------------------------------------------------------- the main thread
 
@@ -182,7 +185,8 @@ class Watch:
         Handlers run in the main thread, which may be stuck in a collective. So the signals' numbers also go into a pipe
         that the heartbeat reads. Under nohup SIGHUP stays ignored.
         """
-        handler, masks = self.ask_to_stop, list[set[int]]()
+        handler = self.ask_to_stop
+        masks = list[set[int]]()
         before = {
             number: signal.signal(number, handler)
             for number in STOPPING
@@ -232,7 +236,8 @@ class Watch:
         self.met.set_result(store)
         if environment.rank() == 0:
             self._start_watchdog()
-        launchers, exchange = _launchers(), None
+        launchers = _launchers()
+        exchange = None
         while not self.stopped.is_set():
             beat = self._beat()
             # in the background, because a store that is gone never answers
@@ -249,7 +254,8 @@ class Watch:
 
     def _beat(self) -> Beat:
         """Find out how far this process has come."""
-        before, last = (self._collectives, self._bytes), self._beat_at
+        before = (self._collectives, self._bytes)
+        last = self._beat_at
         self._beat_at = now = monotonic()
         with suppress(RuntimeError):
             self._collectives = collectives_begun()
@@ -262,12 +268,14 @@ class Watch:
         moved = self._collectives != before[0] or self._bytes > before[1] + BYTES_OF_PROGRESS
         if frozen or moved:
             self.renew()
-        idle, rank = now - self.moved, environment.rank()
+        idle = now - self.moved
+        rank = environment.rank()
         return Beat(self.phases, self._collectives, idle, rank, NODE, self.place, now)
 
     def _exchange(self, own_beat: Beat) -> None:
         """Write a beat, read those of other ranks, and end this process if one has told why the run ends."""
-        hurried, store = self._hurried < inf, self._store
+        hurried = self._hurried < inf
+        store = self._store
         # rank 0 listens to all ranks, the others to rank 0 alone until an error or a signal hurries them
         others = range(environment.world_size() if hurried or own_beat.rank == 0 else 1)
 
@@ -282,7 +290,8 @@ class Watch:
                 for r in (others if hurried or own_beat.idle > 2 * BEAT_SECONDS else ())
             ]
             # a beat that was there before keeps the time at which it was first read
-            before, now = self._beats, monotonic()
+            before = self._beats
+            now = monotonic()
             self._beats = {x: before.get(x) or Beat(*json.loads(x), now) for x in texts}
             _, _, reason = read(REASON).partition(" ")
             self._answered, self._broken = monotonic(), False
@@ -300,7 +309,9 @@ class Watch:
         Rank 0 ends it if it knows of no process that moves. Any process ends it if it does not move itself and no
         longer hears another one.
         """
-        now, beats, agent = monotonic(), self._beats.values(), environment.agent_holds_store()
+        now = monotonic()
+        beats = self._beats.values()
+        agent = environment.agent_holds_store()
         idle = now - max([self.moved, *(beat.moved for beat in beats)])
         # without the store no beats come
         silence = now - min([self._answered, *(beat.read for beat in beats)])
@@ -323,7 +334,8 @@ class Watch:
 
     def _sentence(self, own_beat: Beat) -> str:
         """Name the victim, its node, where it was and how long ago, and where this process is."""
-        now, unheard = monotonic(), monotonic() - self._answered
+        now = monotonic()
+        unheard = monotonic() - self._answered
         # told too because the victim's last beat may be a second older than its end
         beside = f"; rank {own_beat.rank} on {NODE} was at {self.place}"
         if unheard > SILENT_SECONDS:
@@ -346,7 +358,8 @@ class Watch:
 
     def _start_watchdog(self) -> None:
         """Start the process (watchdog.py) that tells what rank 0 cannot."""
-        world, patience = environment.world_size(), max(self.timeout, SILENT_SECONDS)
+        world = environment.world_size()
+        patience = max(self.timeout, SILENT_SECONDS)
         launcher = os.getppid() if world > 1 or environment.launchers() else os.getpid()
         # where there are other processes, they tell it first, unless their interpreters are held too
         if world > 1:
@@ -414,7 +427,8 @@ def report_failure(error: BaseException, *, debug: bool) -> None:
     A stack trace comes with errors that may be our own: not with non-finite numbers, a disk's failures, or those of the
     user's code and servers. With `debug` every process prints its own trace.
     """
-    reason, trace = str(error) or "no reason is given", ""
+    reason = str(error) or "no reason is given"
+    trace = ""
     if not str(error) and isinstance(error, MemoryError):
         reason += "; has this process no memory left?"
     if debug:
@@ -442,7 +456,8 @@ def tell(store: dist.Store | None, reason: str, *, alone: bool) -> None:
         store: of all processes; None if it does not answer.
         alone: this process prints the reason where the store does not answer.
     """
-    ours, first = f"{environment.rank()} {reason}", ""
+    ours = f"{environment.rank()} {reason}"
+    first = ""
     with suppress(Exception):
         answer = in_background(lambda: store.compare_set(REASON, "", ours))
         first = answer.result(STORE_SECONDS).decode()

@@ -36,7 +36,8 @@ def others_live(launcher: int, process: int) -> bool:
 
 
 def main(launcher: int, seconds: float, processes: int, name: str) -> None:
-    process, place = os.getppid(), ""
+    process = os.getppid()
+    place = ""
     ended, over = os.pidfd_open(process), os.pidfd_open(launcher)
     while True:
         ready = select([0, ended], [], [], seconds)[0]

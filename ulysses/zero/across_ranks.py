@@ -42,7 +42,8 @@ class AveragedReduction(GradientReduction):
     ) -> None:
         super().__init__(*args, bucket=bucket, gradients_reused=gradients_reused)
         self._between, self._bucket = between, bucket
-        self._world, node_size = dist.get_world_size(), ranks_of_a_node()
+        self._world = dist.get_world_size()
+        node_size = ranks_of_a_node()
         self._collected: SlicesWithGradients = []
         self._nodes = self._world // node_size
         # communicators of their own: in a common one, reductions and gathers would wait for each other

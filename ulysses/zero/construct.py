@@ -43,7 +43,8 @@ def meet(seconds: float) -> dist.Store | None:
     rank, world = environment.rank(), environment.world_size()
     if world == 1:
         return None
-    address, limit = environment.store_address(), timedelta(seconds=seconds)
+    address = environment.store_address()
+    limit = timedelta(seconds=seconds)
     host, _, port = address.rpartition(":")
     holds = rank == 0 and not environment.agent_holds_store()
     try:
@@ -68,7 +69,8 @@ def _attempt(store: dist.Store, rank: int, world: int, limit: timedelta) -> str:
         store.set(f"{attempt}/{rank}", "")
         store.wait([f"{attempt}/all"], 2 * limit)
         return attempt
-    attempt, others = uuid4().hex, range(1, world)
+    attempt = uuid4().hex
+    others = range(1, world)
     deadline = time.monotonic() + limit.total_seconds()
     # Questions of an earlier attempt's processes are answered too, but only living ones then set a key of this attempt.
     while missing := [other for other in others if not store.check([f"{attempt}/{other}"])]:

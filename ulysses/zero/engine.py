@@ -46,7 +46,8 @@ class ZeroEngine:
         *,
         by_layer: bool = True,
     ) -> None:
-        self.module, self.device = model, next(model.parameters()).device
+        self.module = model
+        self.device = next(model.parameters()).device
         self.units = [m for m in model.modules() if by_layer and isinstance(m, DecoderLayer)]
         # `build_partitioned` has decided where the weights are
         if next(model.parameters()).shard.whole is not None:

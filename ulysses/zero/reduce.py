@@ -47,7 +47,8 @@ class GradientReduction:
         gradients_reused: bool,
         bucket: int,
     ) -> None:
-        self._slices, self._gradients_reused = list(slices), gradients_reused
+        self._slices = list(slices)
+        self._gradients_reused = gradients_reused
         self._on_host = self._slices[0].sub_group.master.device.type != device.type
         # whether what is done with gradients runs on a stream of its own, beside the backward pass
         self._works_aside = self._on_host or not self.may_keep

@@ -43,7 +43,8 @@ def build_whole(create: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Modul
         if hasattr(p, "in_float32"):
             own_dtype = torch.float32
         neighbours[parent, last, own_dtype].append(p)
-    device, world = "cuda" if torch.cuda.is_available() else "cpu", dist.get_world_size()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    world = dist.get_world_size()
     for (_, _, own_dtype), parameters in neighbours.items():
         # matrices first, so that nothing lies between those that one product can take together
         parameters.sort(key=lambda p: -p.dim())

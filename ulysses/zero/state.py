@@ -96,7 +96,8 @@ class SavedSlices:
         Raises:
             ValueError: if some of them were not saved.
         """
-        filled, stop = 0, start + target.numel()
+        filled = 0
+        stop = start + target.numel()
         for piece in self.places[name]:
             first = max(piece.start, start)
             last = min(piece.start + piece.length, stop)

@@ -19,7 +19,7 @@ from torch.optim.adamw import adamw
 
 @dataclass(eq=False)
 class Shard:
-    """What this rank has of a parameter, whose attribute `shard` it is from the model's construction on.
+    """What this rank has of a parameter; it is the parameter's attribute `shard` from the model's construction on.
 
     local: its flat slice, padding included; writing to it changes the weights. shape: of the whole parameter. whole:
     the flat whole with its padding, of which `local` is a part, if the whole stays on every rank; else None.

@@ -232,7 +232,8 @@ def preview_examples(
             after = f" after {left_out} of the sequence before it" if left_out else ""
             is_trained = np.not_equal(sequence.loss_weights[left_out:], 0)
             is_trained[0] = False  # nothing predicts the first token
-            tokens, edges = sequence.tokens[left_out:], np.flatnonzero(np.diff(is_trained)) + 1
+            tokens = sequence.tokens[left_out:]
+            edges = np.flatnonzero(np.diff(is_trained)) + 1
             parts = map(tokenizer.decode, np.split(tokens, edges))
             text = "".join(f"[[{part}]]" if i % 2 else part for i, part in enumerate(parts))
             numbers = {**example.columns, **sequence.columns}.items()

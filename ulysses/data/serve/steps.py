@@ -188,7 +188,8 @@ def _fill(
         sizes: what the examples are measured by.
         choose: `min` takes the bin that holds least of `sizes`, `max` the one that holds most.
     """
-    room, load = list(room), [0.0] * len(room)
+    room = list(room)
+    load = [0.0] * len(room)
     bins = [[] for _ in room]
     for i in sorted(range(len(tokens)), key=lambda i: sizes[i], reverse=True):
         open_bins = [b for b, left in enumerate(room) if left >= tokens[i]]

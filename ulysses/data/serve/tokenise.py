@@ -241,7 +241,8 @@ class Tokenising:
         # answers to one prompt are cut together; turns that are trained separately are cut each for itself
         groups = [[turn] for turn in encoded] if is_conversation else [encoded]
         sequences = []
-        problems, longest = [], 0
+        problems = []
+        longest = 0
         for group in groups:
             try:
                 cut, prompt_length = self._cut(group, row.where, record.ranks)
@@ -294,7 +295,8 @@ class Tokenising:
         train_on = self.settings.train_on if is_conversation else "assistant"
         texts = []
         for answer in record.answers:
-            messages, start = record.prompt + answer, len(record.prompt)
+            messages = record.prompt + answer
+            start = len(record.prompt)
             answers = [i for i, m in enumerate(answer, start) if m.role == "assistant"]
             if train_on == "all":
                 weights = {messages[i].weight for i in answers}
@@ -385,7 +387,8 @@ def _cut_documents(
     eos = np.array([encoder.eos], np.int32)
     bos = eos[:0] if encoder.bos is None else np.array([encoder.bos], np.int32)
     for (_, source), document in groupby(parts, key=itemgetter(0, 1)):
-        left, more = bos, (tokens for _, _, tokens in document)
+        left = bos
+        more = (tokens for _, _, tokens in document)
         for tokens in chain(more, [eos]):
             left = np.append(left, tokens)
             is_complete = tokens is eos

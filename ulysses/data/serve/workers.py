@@ -54,7 +54,8 @@ def in_order(
 def _in_processes(
     function: Callable[[Batch], Result], batches: Iterable[Batch], workers: int
 ) -> Iterator[Result]:
-    fork, busy = get_context("fork"), deque[Connection]()
+    fork = get_context("fork")
+    busy = deque[Connection]()
     with ExitStack() as stopping:
         for batch in batches:
             if len(busy) < workers:
