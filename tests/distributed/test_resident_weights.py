@@ -47,8 +47,8 @@ def what_a_step_calls():
     """Count the gathers of two steps with several micro-batches, and look at memory and whole weights."""
     trainer, _ = build_trainer(Case("sft", budget=64, lr=1e-3, engine=STAY, shape=BIASED))
     engine, gathers = trainer.engine, []
-    written = engine.weights.written
-    engine.weights.written = lambda names: gathers.append(len(names)) or written(names)
+    written = engine.weights.rewritten
+    engine.weights.rewritten = lambda names: gathers.append(len(names)) or written(names)
     places = {name: p.data_ptr() for name, p in engine.module.named_parameters()}
     held = [
         x.untyped_storage()

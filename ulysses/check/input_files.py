@@ -147,7 +147,7 @@ def read_shape(config: Config, need_weights: bool = True) -> tuple[ModelConfig, 
         elif model.arch:
             raw = architecture(model.arch).to_hf()
         if model.config or folder is None:
-            if raw:  # emptied, because model.config may have either style of them
+            if raw:  # model.config may write rotary settings in another style than config.json
                 raw["rope_parameters"] = {}
             for name in model.config:  # `raw` may have the field under its other name
                 raw.pop(name, None)

@@ -294,7 +294,7 @@ def resume_point(run: RunSection) -> Path | None:
             read_run_state(chosen)
     later = saved  # checkpoints that the run does not continue
     for number, path in enumerate(saved, 1):
-        if chosen and path.samefile(chosen):  # it may be named by a link
+        if chosen and path.samefile(chosen):  # run.resume may name a link to it
             later = saved[number:]
     if later:
         names = ", ".join(path.name for path in later)

@@ -34,7 +34,7 @@ from ulysses.config.section import (
 from ulysses.config.stage_sections import LEARNING_RATES
 
 MOST_LR = 10.0
-# What the JSON of ppo.sampler_reload, which servers are sent, may not hold either.
+# Beside CREDENTIALS, what the JSON of ppo.sampler_reload, which goes to servers, may not hold.
 SECRET_FIELDS = re.compile(
     r"""
     # a path with parameters
@@ -97,7 +97,7 @@ def check(values: dict[str, object], table: type[Table] = Config) -> Table:
 def _sentences(error: ValidationError, keys: dict[str, FieldInfo]) -> list[str]:
     """Put each of pydantic's errors into one sentence, those about unknown keys before all others."""
     unknown = []
-    # by key, because each type that a setting may have refuses its value with an error of its own
+    # one sentence for each key, though pydantic tells an error for each type that its value may have
     wrong = {}
     for problem in error.errors():
         message, given = problem["msg"], repr(problem["input"])

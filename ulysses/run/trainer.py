@@ -76,7 +76,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.mesh, self.engine = self.stage.mesh, self.stage.model
         self.run = self.stage.config.run
-        self.peak_flops = 0.0  # of a device that is not known
+        self.peak_flops = 0.0  # of a device whose peaks are not known
         if peaks := device_peaks():
             self.peak_flops, _ = peaks
         self.step = 0

@@ -43,6 +43,7 @@ from ulysses.run.metrics import MetricsLog
 from ulysses.run.trackers import TrackedRun
 from ulysses.run.trainer import Trainer
 from ulysses.stages.base import AuxiliaryModel, Metrics, RunParts
+from ulysses.watch.failure import LAUNCHER_SECONDS
 from ulysses.watch.watch import Watch
 from ulysses.zero.construct import (
     end_distributed,
@@ -51,8 +52,6 @@ from ulysses.zero.construct import (
     meet,
 )
 from ulysses.zero.engine import ZeroEngine, full_parameters
-
-IMPORT_SECONDS = 60.0  # how much later than another process one may start
 
 
 class TrainingRun:
@@ -91,7 +90,7 @@ class TrainingRun:
     def __enter__(self) -> "TrainingRun":
         self.watch.phase("checks")
         # the processes meet in another thread, while each of them checks and tokenises
-        self.watch.start(partial(meet, max(self.config.run.timeout, IMPORT_SECONDS)))
+        self.watch.start(partial(meet, max(self.config.run.timeout, LAUNCHER_SECONDS)))
         try:
             self.inputs = prepare(self.config)
             self.config = self.inputs.config  # with what the checks have chosen

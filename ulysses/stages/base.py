@@ -229,7 +229,7 @@ class Stage:
     name: ClassVar[str]  # of the stage and of its table
     dataset_type: ClassVar[str]  # text, sequence, pair, ranked, unpaired, prompt or trajectory
     trained_type: ClassVar[str] = ""  # of the training data alone, if it differs
-    # makes of training data the groups that steps take, if these are not its examples
+    # where steps take groups of examples: makes the groups of a dataset
     grouped: ClassVar[Callable[[TokenizedDataset], TokenizedDataset] | None] = None
     # reasons why settings are not read in the stage's mode, each with the beginnings of those settings' names
     unread: ClassVar[Mapping[str, tuple[str, ...]]] = {}

@@ -255,7 +255,7 @@ def full_parameters(
     with streaming_memory():
         for _, items in groupby(chosen, lambda item: item[0].rpartition(".")[0]):
             of_module = dict(items)
-            values: Any = dict.fromkeys(of_module)  # None, but on rank 0
+            values: Any = dict.fromkeys(of_module)  # None, which stays so on other ranks than 0
             with engine.weights.whole(of_module.values()), torch.no_grad():
                 for name, p in of_module.items():
                     if main and name not in masters:

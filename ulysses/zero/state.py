@@ -22,11 +22,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ulysses.disk import write_digested
+from ulysses.zero.engine import TrainedEngine
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
-def save_state(engine: Any, folder: Path, record: dict[str, Any]) -> dict[str, str]:
+def save_state(engine: TrainedEngine, folder: Path, record: dict[str, Any]) -> dict[str, str]:
     """Write this rank's master weights and AdamW moments into `folder`; every rank calls it.
 
     Return the names of the files with their digests. The index holds the digests too, and `record`: the id of the run,
@@ -113,7 +114,7 @@ class SavedSlices:
 
 
 @torch.no_grad()
-def load_state(engine: Any, folder: Path) -> None:
+def load_state(engine: TrainedEngine, folder: Path) -> None:
     """Restore this rank's slices from a folder written by any number of ranks; every rank calls it.
 
     Raises:
