@@ -21,7 +21,7 @@ from ulysses.config.schema import Options
 from ulysses.config.section import ConfigError
 from ulysses.data.serve.steps import StepLoader
 from ulysses.disk import write_json
-from ulysses.memory.levels import LayerMemory
+from ulysses.memory.levels import LEVELS, LayerMemory
 from ulysses.options import stage_of
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.hardware import GIB, Machine, planned_machine, this_machine
@@ -394,7 +394,7 @@ def test_no_other_level_is_faster_where_activations_wait_on_the_host(gib):
         stage_of(settings), architecture("qwen3.5-35b-a3b"), node(1, gib, 2000), 1 << 16
     )
     case = case._replace(model=case.model._replace(quantize="nf4"))
-    levels = [choose(case._replace(recompute=level)) for level in case.levels]
+    levels = [choose(case._replace(recompute=level)) for level in LEVELS]
     fastest = min(step_seconds(plan) for plan in levels if fits(plan))
     plan = choose_memory(case)
     assert fits(plan) and step_seconds(plan) <= fastest

@@ -30,7 +30,7 @@ from ulysses.data.read.messages import Message
 from ulysses.data.read.sources import missing_sources, parse_sources
 from ulysses.data.read.tokenizer import PreTrainedTokenizerFast, load_tokenizer
 from ulysses.data.serve.dataset import TokenizedDataset
-from ulysses.data.serve.steps import check_fits
+from ulysses.data.serve.steps import check_fits, examples_taken
 from ulysses.parallel.kernels.choice import KernelChoice
 from ulysses.stages.base import Stage
 
@@ -93,7 +93,7 @@ def check_examples(
 ) -> None:
     """Refuse opened data with a source of which nothing is trained on, or an example longer than a micro-batch."""
     counts = np.bincount(train.sources, minlength=len(train.source_weights))
-    taken = np.floor(counts * train.source_weights + 0.5)  # as StepLoader counts them
+    taken = examples_taken(train)
     if taken.sum() > max(MOST_EXAMPLES, len(train)):
         raise ConfigError(
             f"by the weights or probabilities of its sources an epoch of data.train has {taken.sum():,.0f} examples, "

@@ -19,6 +19,7 @@ from models.kinds import empty_model
 from ulysses.config.section import ConfigError
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader, pack_step
+from ulysses.memory.levels import LEVELS
 from ulysses.parallel.layout import squares
 from ulysses.parallel.mesh import divisors
 from ulysses.plan.hardware import GIB, Machine
@@ -228,7 +229,7 @@ def candidates(question: Question) -> Iterator[Plan]:
         places = [not q.offload_parameters]
     for resident in places:
         faster = None
-        for level in q.levels:
+        for level in LEVELS if q.recompute == "auto" else (q.recompute,):
             plan = Plan(q, (level,) * count, resident=resident)
             if faster:
                 for n in range(1, count):

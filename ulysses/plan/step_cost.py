@@ -34,7 +34,6 @@ from math import gcd
 from typing import NamedTuple
 
 from losses.logprobs import CUDA_TILE_BYTES, LOSS_TILES, equal_tiles
-from ulysses.memory.levels import LEVELS
 from ulysses.parallel.layout import squares
 from ulysses.plan.hardware import Machine
 from ulysses.plan.layer_cost import LayerCost, LayerSetup, PlannedModel, layer_costs, total
@@ -128,11 +127,6 @@ class Question(NamedTuple):
     def rows(self) -> int:
         """The rows of the fullest micro-batch on a rank."""
         return -(-self.tokens_per_microbatch // self.sp)
-
-    @property
-    def levels(self) -> tuple[str, ...]:
-        """The levels to choose from, the fastest first."""
-        return LEVELS if self.recompute == "auto" else (self.recompute,)
 
     @property
     def common_heads(self) -> int:

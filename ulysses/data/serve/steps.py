@@ -71,11 +71,9 @@ class StepLoader:
         """Return the dataset indices of an epoch in training order, int64 [examples_per_epoch]."""
         if self.shuffle and self._order_epoch != epoch:
             parts = []
-            for source, weight in enumerate(self.dataset.source_weights):
+            for source, taken in enumerate(examples_taken(self.dataset)):
                 members = np.flatnonzero(self.dataset.sources == source)
-                # half an example counts as one, so that two epochs of 0.5 see all of an odd source
-                taken = math.floor(len(members) * weight + 0.5)
-                copies, rest = divmod(taken, max(1, len(members)))
+                copies, rest = divmod(int(taken), max(1, len(members)))
                 # one permutation goes on from epoch to epoch, so that every example has its turn
                 order = shuffled(len(members), self.seed, 0, source + 1)
                 extra = np.roll(order, -epoch * rest)[:rest]
@@ -128,6 +126,13 @@ class StepLoader:
             [dataset[indices[i]] for i in members] or [dataset[0].emptied]
             for members in groups[self.dp_rank]
         ]
+
+
+def examples_taken(dataset: TokenizedDataset) -> np.ndarray:
+    """Return how many examples of each source an epoch takes, float64 [sources]."""
+    counts = np.bincount(dataset.sources, minlength=len(dataset.source_weights))
+    # half an example counts as one, so that two epochs of 0.5 see all of an odd source
+    return np.floor(counts * dataset.source_weights + 0.5)
 
 
 def check_fits(longest: int, tokens_per_microbatch: int) -> None:
