@@ -103,7 +103,7 @@ def plant(name, timeout=10):
             self.warning, self.timeout = 0.6 * timeout, timeout
             if rank == victim:
                 # it has shown that it is alive, and where
-                store = self.met.result()
+                store = self.meeting.result()
                 until(lambda: store.check([alive]) and place.encode() in store.get(alive))
                 strike(number)
 

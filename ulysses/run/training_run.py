@@ -99,7 +99,7 @@ class TrainingRun:
             self.watch.stop()
             raise
         self.watch.phase("start")
-        self.device = initialize_distributed(self.watch.met.result())
+        self.device = initialize_distributed(self.watch.meeting.result())
         try:
             self._agree()
             self._plan()

@@ -93,7 +93,7 @@ class Watch:
         stop_wanted: this process was asked to stop, by a signal or because its launcher is gone.
         place, phases, moved: what this process does, how many phases have begun, and when it last made progress.
         stopped: is set when the heartbeat is to end.
-        met: will have the store of all processes, once they have met; None for one process.
+        meeting: will have the store of all processes, once they have met; None for one process.
     """
 
     warning: float = 60.0
@@ -109,8 +109,8 @@ class Watch:
         self._spent = defaultdict(float, imports=self.imports)
         # seconds of silence after which the run ends, once an error or a signal calls for less patience
         self._hurried = inf
-        self._interrupted = inf  # when the first SIGINT came
-        self.met = Future[dist.Store | None]()
+        self._interrupted_at = inf  # when the first SIGINT came
+        self.meeting = Future[dist.Store | None]()
         self._store = None
         # the watchdog's standard input, once all processes have met
         self._watchdog: IO[bytes] | None = None
@@ -233,7 +233,7 @@ class Watch:
         if store:
             # the heartbeat has its own connection: the common one may be blocked in a wait
             self._store, self._answered = store.clone(), monotonic()
-        self.met.set_result(store)
+        self.meeting.set_result(store)
         if environment.rank() == 0:
             self._start_watchdog()
         launchers = _launchers()
@@ -384,9 +384,9 @@ class Watch:
         if not {*STOPPING} & {*numbers}:
             return  # others come too, such as SIGCHLD, once torch's DataLoader has had workers
         if signal.SIGINT in numbers:
-            if monotonic() - self._interrupted > ONE_INTERRUPT:
+            if monotonic() - self._interrupted_at > ONE_INTERRUPT:
                 self._leave(128 + signal.SIGINT)
-            self._interrupted = min(self._interrupted, monotonic())
+            self._interrupted_at = min(self._interrupted_at, monotonic())
         self.ask_to_stop()  # the main thread may be stuck
         self._hurried = min(self._hurried, 2 * SILENT_SECONDS)
         if environment.rank() == 0:
