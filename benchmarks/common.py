@@ -34,7 +34,7 @@ from ulysses.config.command_line import parse_command_line
 from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError
 from ulysses.gradients.policy import StepContext
-from ulysses.options import gradient_policies, stage_of
+from ulysses.options import build_policies, stage_of
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.kernels.choice import resolve_kernel
 from ulysses.parallel.mesh import ParallelMesh, gather
@@ -196,7 +196,7 @@ def take_step(
         engine.backward(loss * scale, only_microbatch=micro_batches == 1)
         loss = loss.detach()  # its graph goes while the device still computes, as in a run
     gradients = engine.gradients()
-    gradient_policies(bench.config.gradients).apply(
+    build_policies(bench.config.gradients).apply(
         gradients, StepContext(step=1, total_steps=9, loss=0.0, lr=LR, seed=0)
     )
     engine.step(gradients, LR)

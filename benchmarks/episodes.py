@@ -34,7 +34,7 @@ from common import (
 )
 
 from ulysses.gradients.policy import StepContext
-from ulysses.options import gradient_policies
+from ulysses.options import build_policies
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.plan.hardware import GIB
 from ulysses.rl.rollout_dataset import Rollout
@@ -151,7 +151,7 @@ def timed(bench: Bench, batches: list[ShardedBatch]) -> float:
         loss = engine(batch, nll=True).nll * (bench.mesh.world_size / tokens)
         engine.backward(loss, only_microbatch=len(batches) == 1)
     gradients = engine.gradients()
-    gradient_policies(bench.config.gradients).apply(
+    build_policies(bench.config.gradients).apply(
         gradients, StepContext(step=1, total_steps=9, loss=0.0, lr=LR, seed=0)
     )
     engine.step(gradients, LR)

@@ -156,6 +156,6 @@ def stage_of(config: Config) -> Stage:
         raise ConfigError(_absent(what, error.name)) from None
 
 
-def gradient_policies(settings: GradientsSection) -> GradientPolicyChain:
+def build_policies(settings: GradientsSection) -> GradientPolicyChain:
     """Build the chain of gradient policies; ValueError names the table and the key that cannot be honoured."""
     return build_chain(settings.policies or settings.preset, settings.max_norm)

@@ -10,7 +10,7 @@ from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
 from ulysses.data.cache import digest_of_value
 from ulysses.disk import digest_of, write_json
-from ulysses.options import gradient_policies
+from ulysses.options import build_policies
 
 
 def config(output, changes=""):
@@ -31,7 +31,7 @@ def checkpoint(tmp_path):
         "files": {"rank-00000.json": digest_of(write(folder / "rank-00000.json"))},
         "config": own.model_dump(mode="json"),
         "shape": ARCHITECTURES["llama3-8b"].to_hf(),
-        "policies": gradient_policies(own.gradients).state_dict(),
+        "policies": build_policies(own.gradients).state_dict(),
         "inputs": {},
     }
     write_run_state(folder, state)

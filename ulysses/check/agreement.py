@@ -13,7 +13,7 @@ from ulysses.config.section import ConfigError, error_context, flat
 from ulysses.data.read.tokenizer import tokenizer_digest
 from ulysses.disk import digest_of, sampled_digest
 from ulysses.environment import NODE, local_rank
-from ulysses.options import gradient_policies
+from ulysses.options import build_policies
 from ulysses.parallel.mesh import gather
 
 PACKAGES = Path(__file__).parents[2]
@@ -92,7 +92,7 @@ def check_same_run(config: Config, shape: ModelConfig, checkpoint: Path) -> None
                 "run.resume",
             )
     with error_context("run.resume"):
-        gradient_policies(config.gradients).load_state_dict(state["policies"])
+        build_policies(config.gradients).load_state_dict(state["policies"])
 
 
 def changes(config: Config, checkpoint: Path, inputs: dict[str, str]) -> dict[str, str]:

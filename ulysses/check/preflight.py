@@ -96,6 +96,7 @@ def prepare(
             )
 
             errors += check_adapters(config, shape)
+            # the targets come first, because an adapter in the model's folder is compared with them
             stage = replace(stage, config=choose_targets(config, shape))
             if folder and model.init == "pretrained":
                 with collecting(errors):

@@ -12,7 +12,7 @@ from ulysses import environment
 from ulysses.config.command_line import contradictions
 from ulysses.config.schema import Config
 from ulysses.config.section import collecting, refuse, visible
-from ulysses.options import TRACKERS, check_parts, gradient_policies, stage_of
+from ulysses.options import TRACKERS, build_policies, check_parts, stage_of
 from ulysses.parallel.mesh import divisors
 from ulysses.stages.base import Stage
 from ulysses.zero.settings import check_raw
@@ -44,7 +44,7 @@ def check_settings(
     with collecting(errors):
         if raw := config.deepspeed.zero_optimization:
             check_raw(raw)
-        gradient_policies(config.gradients)
+        build_policies(config.gradients)
     refuse(errors, findings)
     return stage
 

@@ -26,7 +26,7 @@ from ulysses.config.command_line import check
 from ulysses.config.schema import Config
 from ulysses.config.section import error_context
 from ulysses.disk import replace_file, writing
-from ulysses.options import gradient_policies
+from ulysses.options import build_policies
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.hardware import GIB, slow_products, this_machine
 from ulysses.plan.layer_cost import model_flops
@@ -218,7 +218,7 @@ class TrainingRun:
             loader=loader,
             eval_loader=eval_loader,
             total_steps=stage.total_steps(loader),
-            policies=gradient_policies(config.gradients),
+            policies=build_policies(config.gradients),
             flops=partial(model_flops, plan.question.model),
             predicted_gib=predict(plan).allocated / GIB if is_gpu else 0.0,
             description={
