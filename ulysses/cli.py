@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 from ulysses import __version__
@@ -46,11 +45,20 @@ def main() -> int:
                     signal.signal(number, lambda number, _: sys.exit(128 + number))
             with interruptible():
                 with explained_imports():
-                    import_module("ulysses.run")  # which refuses foreign packages
+                    import ulysses.run  # noqa: F401 (it refuses foreign packages)
+
                     quiet()  # so that libraries write nothing between the output, which may go into a file
-                    answers = command in ("chat", "generate", "score")
-                    tool = import_module(f"ulysses.{'answers' if answers else command}")
-                return tool.main(sys.argv[1:] if answers else rest)
+                    if command == "report":
+                        from ulysses.report import main as tool
+                    elif command == "export":
+                        from ulysses.export import main as tool
+                    elif command == "migrate":
+                        from ulysses.migrate import main as tool
+                    else:
+                        from ulysses.answers import main as tool
+
+                        rest = sys.argv[1:]  # which of the three commands it is
+                return tool(rest)
         case "demo":
             return demo(rest)
         case "--version":

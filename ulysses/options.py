@@ -148,7 +148,7 @@ def stage_of(config: Config) -> Stage:
     Raises ConfigError, one sentence, if the stage's files have been taken away.
     """
     what, door = f'stage "{config.stage}"', STAGES[config.stage]
-    if getattr(getattr(config, config.stage), "on_policy", 0):
+    if getattr(getattr(config, config.stage), "on_policy", 0):  # a setting of distill alone
         what, door = f"{config.stage}.on_policy", _on_policy
     try:
         return door()(config)

@@ -21,9 +21,7 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 TESTED = "0.19.8"  # of DeepSpeed, as pyproject.toml pins it
 
 
-def check_settings(
-    config: Config, world_size: int = 0, findings: list[str] | None = None
-) -> Stage:
+def check_settings(config: Config, world_size: int, findings: list[str] | None = None) -> Stage:
     """Refuse what the settings show to be wrong, and return the stage; arguments and errors are those of `prepare`."""
     if config.run.deterministic:  # set here, before anything starts CUDA
         require_determinism()

@@ -96,8 +96,8 @@ class TrainedEngine(ZeroEngine):
         settings: ZeroSettings,
         groups: Sequence[ParameterGroup],
         *,
-        offload_optimizer: bool = False,
-        reduce_between: torch.dtype = torch.float32,
+        offload_optimizer: bool,
+        reduce_between: torch.dtype,
         graphs: bool = False,
     ) -> None:
         # a graph of all layers gathers and reduces nothing between layers

@@ -34,7 +34,7 @@ def derive(
     offload_parameters: bool = False,
     layer_matrices: int = 1 << 20,
     vocabulary_matrices: int = 0,
-    raw: dict[str, Any] | None = None,
+    raw: dict[str, Any],
 ) -> ZeroSettings:
     """Return the settings of a model.
 
@@ -52,7 +52,7 @@ def derive(
     zero["stage3_max_live_parameters"] = vocabulary_matrices + 4 * layer_matrices
     if offload_parameters:
         zero["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    zero |= raw or {}
+    zero |= raw
     settings["bf16"] = {"enabled": dtype == torch.bfloat16}
     return ZeroSettings(
         dtype=dtype,

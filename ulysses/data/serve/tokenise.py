@@ -188,7 +188,7 @@ class Tokenising:
 
     # ---------------------------------------------------------------- what every process does with its batches
 
-    def encode(self, rows: list[RawRow]) -> tuple[Any, Report]:
+    def encode(self, rows: list[RawRow]) -> tuple[Columns | list[Part], Report]:
         """Return the columns of the rows' examples end to end, or the parts of documents; and what was counted."""
         report = Report()
         rendered = []
