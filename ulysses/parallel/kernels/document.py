@@ -308,6 +308,7 @@ def _with_all_heads(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 def _cudnn_forward(inputs: Inputs) -> Results:
     """Run cuDNN's fused attention: GPU, float16 or bfloat16."""
+    # without a bias, with the log-sum-exp, without dropout and without a mask for debugging
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *inputs[:3], None, True, 0.0, inputs.causal, False, scale=inputs.scale
     )
@@ -316,7 +317,7 @@ def _cudnn_forward(inputs: Inputs) -> Results:
 
 def _cudnn_backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor) -> InputGradients:
     q, k, v = inputs[:3]
-    # the state of a dropout generator, which is not used without dropout
+    # the state of a dropout generator and its offset, which are not used without dropout; then no bias and no bounds
     unused = torch.zeros((), dtype=torch.int64, device=q.device)
     tensors = dout, q, k, v, out, lse[..., None], unused, unused, None, None, None
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
