@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from models.arch import ModelConfig
 from models.modules import MLP, Linear
 from models.ops.experts import ExpertStacks, SparseMLP, Stack, is_grouped
-from models.ops.linear import Adapter
+from models.ops.linear import Adapter, trained
 from ulysses.memory.levels import EXPERT_TILES
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.ranges import count_rows
@@ -63,7 +63,7 @@ class RouterRecord:
         self.with_probabilities, self.balance = with_probabilities, balance
 
     def open(self, batch: ShardedBatch) -> None:
-        """Begin a pass, if it is to be noted; its backward, which notes again, comes before another one begins."""
+        """Begin a pass, if it is to be noted. Its backward calls `note` again, and comes before another pass begins."""
         self.is_open = self.counts_all or torch.is_grad_enabled()
         if not self.is_open or not self.layers:
             return
@@ -212,16 +212,16 @@ class MoE(nn.Module):
     def fused(self) -> SparseMLP:
         """Return what computes this module in a layer's second half."""
         router = self.router_module
-        shared: tuple = ()
-        if self.shared_expert is not None:
-            parts = self.shared_expert, self.shared_expert_gate
-            shared = self.shared, [p for m in parts for p in m.parameters() if p.requires_grad]
-        return SparseMLP(
+        mlp = SparseMLP(
             [*router.parameters()],
             self.experts.stacks,
             router.top_k,
             router.normalise,
             self.record,
             self.layer_number,
-            *shared,
         )
+        if self.shared_expert is None:
+            return mlp
+        parts = self.shared_expert, self.shared_expert_gate
+        of_shared = trained([p for m in parts for p in m.parameters()])
+        return mlp._replace(shared=self.shared, of_shared=of_shared)

@@ -37,7 +37,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, rule: NormRule) -> Tensor:
         return x
     weight = rule.scale(weight)
     if kernels := triton_kernels(x):
-        kernels.rms_norm(x, weight, rule.eps, out := torch.empty_like(x))
+        out = torch.empty_like(x)
+        kernels.rms_norm(x, weight, rule.eps, out)
         return out
     return F.rms_norm(x.to(weight.dtype), weight.shape, weight, rule.eps).to(x.dtype)
 

@@ -84,7 +84,7 @@ class LayerNode(torch.autograd.Function):
         saved = OffloadedTensors(layer.offloader) if layer.offloader else SavedTensors()
         saved.save(hidden)
         mixer, exchange = layer.mixer, layer.mixer.attention.exchange(plan)
-        random_states = [random_state()]
+        before_project = random_state()
         *heads, _ = layer.project(hidden, rope)
         shards = exchange.to_heads(heads)
         del heads, _
@@ -95,20 +95,22 @@ class LayerNode(torch.autograd.Function):
                 saved.save(result)
         mixed = exchange.to_tokens(results[0])
         del results
-        random_states.append(random_state())
+        before_output = random_state()
         middle = layer.output(hidden, mixed)
         del mixed
-        random_states.append(random_state())
+        before_second_half = random_state()
         result = layer.second_half.add_tiles(middle)
         saved.close()
-        ctx.rest = layer, rope, plan, saved, random_states
+        ctx.rest = layer, rope, plan, saved
+        ctx.random_states = before_project, before_output, before_second_half
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        layer, rope, plan, saved, random_states = ctx.rest
+        layer, rope, plan, saved = ctx.rest
         del ctx.rest
+        before_project, before_output, before_second_half = ctx.random_states
         hidden, *results = saved.tensors()
         del saved
         mixer, exchange = layer.mixer, layer.mixer.attention.exchange(plan)
@@ -124,7 +126,7 @@ class LayerNode(torch.autograd.Function):
 
         def recompute_shards() -> tuple[Tensors, Callable[..., Any]]:
             (*heads, _), project_backward = _recompute(
-                layer.project, parameters, random_states[0], [hidden], rope
+                layer.project, parameters, before_project, [hidden], rope
             )
             return exchange.to_heads(heads), project_backward
 
@@ -133,11 +135,9 @@ class LayerNode(torch.autograd.Function):
             shards, project_backward = recompute_shards()
             results = [*mixer.attention.attend_forward(shards, plan, *of_mix)]
         inputs = [hidden, exchange.to_tokens(results[0])]
-        (middle,), output_backward = _recompute(
-            layer.output, parameters, random_states[1], inputs
-        )
+        (middle,), output_backward = _recompute(layer.output, parameters, before_output, inputs)
         del inputs
-        with replay(random_states[2]):
+        with replay(before_second_half):
             second_half = layer.second_half
             grad, of_parameters = second_half.gradients(middle, grad)
         add(second_half.tensors, of_parameters)
