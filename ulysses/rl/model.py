@@ -183,7 +183,8 @@ class Model:
                 if prompt[: len(held)] == held:
                     break
             else:
-                held, branch = prompt, Trajectory(prompt, [], [], [], ended, 0, episode, row)
+                held = prompt
+                branch = Trajectory(prompt, [], [], [], ended, episode=episode, row=row)
                 branches.append(branch)
             told = prompt[len(held) :]
             branch.tokens += told + turn.tokens
