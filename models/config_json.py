@@ -146,7 +146,7 @@ def read_layers(values: Fields, family: Family) -> tuple[LayerKind, ...]:
     period = family.mixers
     for name in {"full_attention_interval", "sliding_window_pattern"} & family.defaults.keys():
         interval = number(values, name, int)
-        period = (*period[:1] * (interval - 1), period[-1])
+        period = (period[0],) * (interval - 1) + (period[-1],)
     mixers = of_layers("layer_types", str, [*islice(cycle(period), count)])
     rotated = [1] * count
     if "no_rope_layer_interval" in family.defaults:

@@ -136,8 +136,8 @@ class ExpertMatrices(nn.Module):
             self.register_parameter(name, matrices)
             bias = nn.Parameter(torch.empty(N, outputs)) if self.clamped else None
             self.register_parameter(f"{name}_bias", bias)
-        self.lora_A: nn.Module | None = None
-        self.lora_B: nn.Module | None = None
+        self.lora_A: Any = None  # or an nn.ParameterDict
+        self.lora_B: Any = None
 
     def add_adapters(self, names: Iterable[str], rank: int, scale: float) -> None:
         """Give matrices adapters, whose values are uninitialised."""
@@ -152,10 +152,8 @@ class ExpertMatrices(nn.Module):
 
     def _stack(self, name: str) -> Stack:
         adapter = None
-        if self.is_on and hasattr(self.lora_A, name):
-            adapter = Adapter(
-                getattr(self.lora_A, name), getattr(self.lora_B, name), self.scale
-            )
+        if self.is_on and self.lora_A is not None and name in self.lora_A:
+            adapter = Adapter(self.lora_A[name], self.lora_B[name], self.scale)
         bias = getattr(self, f"{name}_bias")
         return Stack(getattr(self, name), self.packed[name], adapter, bias, self.clamped)
 

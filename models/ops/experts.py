@@ -215,6 +215,7 @@ class Stack(NamedTuple):
         """Multiply rows by the matrices, or gradients by their transposes."""
         self.write_narrow(rows, ends, back=back)
         matrices = self.matrices
+        # grouped products take [N, columns of the rows, columns of the results]
         is_turned = back == self.transposed
         if self.packed is not None or self.adapter is not None:
             size = list(matrices.shape if self.packed is None else self.packed.shape)

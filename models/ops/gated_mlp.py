@@ -187,9 +187,8 @@ class GatedMLP(NamedTuple):
         else:
             gate, up = self.gate_up.forward(x)
             if self.down.adapters:
-                self.down.adapters.start(
-                    gate
-                )  # its dropout, as in the forward that is not run again
+                # draws what they drop, as the product would that is not computed again
+                self.down.adapters.start(gate)
         to_active = self.down.back(grad)
         active, to_gate_up = activate(gate, up, self.activation, to_active)
         del gate, up, to_active

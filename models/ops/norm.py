@@ -32,7 +32,7 @@ class NormRule(NamedTuple):
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, rule: NormRule) -> Tensor:
-    """Return the normalised x, without a graph; x itself where there is no norm, and so no weight."""
+    """Return x [..., D] normalised, without a graph; x itself where there is no norm, and so no weight."""
     if weight is None:
         return x
     weight = rule.scale(weight)

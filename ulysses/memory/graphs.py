@@ -167,7 +167,7 @@ class _Recorded:
         with other_leaves(graphs.layers, graphs.grads):
             with torch.cuda.graph(self.forward, graphs.pool, capture_error_mode="thread_local"):
                 kept = self._forward(graphs.layers)
-            self.out = kept[-1][2].detach()
+            self.out = kept[-1][2].detach()  # of the last layer
             with torch.cuda.graph(
                 self.backward, graphs.pool, capture_error_mode="thread_local"
             ):

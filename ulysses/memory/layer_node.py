@@ -87,7 +87,7 @@ class LayerNode(torch.autograd.Function):
         before_project = random_state()
         *heads, _ = layer.project(hidden, rope)
         shards = exchange.to_heads(heads)
-        del heads, _
+        del heads
         results = mixer.attention.attend_forward(shards, plan, *mixer.attention_parameters)
         del shards
         if layer.recompute == "keep_attention":
@@ -114,7 +114,8 @@ class LayerNode(torch.autograd.Function):
         hidden, *results = saved.tensors()
         del saved
         mixer, exchange = layer.mixer, layer.mixer.attention.exchange(plan)
-        parameters, of_mix = layer.trained_parameters, mixer.attention_parameters
+        parameters = layer.trained_parameters
+        mix_parameters = mixer.attention_parameters
         sums: dict[Tensor, Tensor] = {}
 
         def add(tensors: Tensors, grads: Sequence[Tensor | None]) -> None:
@@ -133,7 +134,7 @@ class LayerNode(torch.autograd.Function):
         mix_was_kept = bool(results)
         if not mix_was_kept:
             shards, project_backward = recompute_shards()
-            results = [*mixer.attention.attend_forward(shards, plan, *of_mix)]
+            results = [*mixer.attention.attend_forward(shards, plan, *mix_parameters)]
         inputs = [hidden, exchange.to_tokens(results[0])]
         (middle,), output_backward = _recompute(layer.output, parameters, before_output, inputs)
         del inputs
@@ -150,9 +151,9 @@ class LayerNode(torch.autograd.Function):
         if mix_was_kept:
             shards, project_backward = recompute_shards()
         grads, of_parameters = mixer.attention.attend_backward(
-            grad_out, shards, results, plan, *of_mix
+            grad_out, shards, results, plan, *mix_parameters
         )
-        add([p for p in of_mix if p.requires_grad], of_parameters)
+        add([p for p in mix_parameters if p.requires_grad], of_parameters)
         del shards, grad_out, results
         grads = exchange.to_heads_backward(grads)
         (grad_hidden,), of_parameters = project_backward(*grads, grad_hidden)

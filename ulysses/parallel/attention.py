@@ -238,7 +238,7 @@ class UlyssesAttention(nn.Module):
                 "packed query [S, H, E] needs plan or cu_seqlens, dense query [B, S, H, E] must have neither; "
                 f"the query has shape {tuple(query.shape)}"
             )
-        attention = copy(self)
+        attention = copy(self)  # with this call's window and scale
         attention.window = window
         if softmax_scale is not None:
             attention.softmax_scale = softmax_scale

@@ -183,8 +183,7 @@ class Model:
                 if prompt[: len(held)] == held:
                     break
             else:
-                held = prompt
-                branch = Trajectory(prompt, [], [], [], ended, episode=episode, row=row)
+                held, branch = prompt, Trajectory(prompt, [], [], [], ended, 0, episode, row)
                 branches.append(branch)
             told = prompt[len(held) :]
             branch.tokens += told + turn.tokens

@@ -202,7 +202,7 @@ class Sampler:
         count = min(options.batch, self.requests.count)
         self.sink = int(config.family.sinks)  # the first column of a token
         # aligned for half-precision kernels
-        columns = -8 * (-(self.requests.longest + self.sink) // 8)
+        columns = -(-(self.requests.longest + self.sink) // 8) * 8
         mixers = [kind.mixer for kind in config.layers]
         layers = len(mixers) - mixers.count("linear_attention")
         width = config.head_dim + 8 * self.sink  # kernels take multiples of 8

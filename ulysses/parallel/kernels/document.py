@@ -124,16 +124,18 @@ def _run_calls(
         query, *key_value = (
             _by_document(x[part], number) for x, part in zip(packed[:3], (rows, keys, keys))
         )
-        window = packed.window if nk > (packed.window or nk) else None
-        run_kernel = REFERENCE if window else kernel
+        window, run_kernel = None, kernel
+        if packed.window and nk > packed.window:  # it cuts these documents
+            window, run_kernel = packed.window, REFERENCE
         earlier = nk - nq  # the keys before that of the first row itself, if the mask is causal
         parts = [(0, nk, packed.causal)]
         if packed.causal and earlier and not run_kernel.bottom_right:
             parts = [(0, earlier, False), (earlier, nk, True)]
         for low, high, causal in parts:
-            part, is_short = slice(low, high), min(nq, high - low) < run_kernel.shortest
+            part = slice(low, high)
             k, v = (x[:, :, part] for x in key_value)
             inputs = Inputs(query, k, v, causal, packed.scale, window)
+            is_short = min(nq, high - low) < run_kernel.shortest
             call_kernel = REFERENCE if is_short else run_kernel
             yield _Call(call_kernel, inputs, number, rows, keys, part)
 

@@ -66,11 +66,11 @@ def torch_backward(
     dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, documents: DocumentBounds
 ) -> InputGradients:
     window = _window(inputs)
-    # the state of a dropout generator and its offset, which are not used without dropout
+    # of a generator that dropout would need
     state = torch.zeros(2, dtype=torch.uint64, device=dout.device)
-    offset = torch.empty(0, device=dout.device)
+    unused = torch.empty(0, device=dout.device)
     tensors = dout.contiguous(), *inputs[:3], out, lse, *_bounds(documents).values()
-    options = 0.0, inputs.causal and not window, state, offset
+    options = 0.0, inputs.causal and not window, state, unused
     return torch.ops.aten._flash_attention_backward(
         *tensors, *options, scale=inputs.scale, **window
     )
