@@ -199,9 +199,9 @@ class _WeightedNll(torch.autograd.Function):
         for tile in tiles:
             rows = tile.rows
             if tile_loss is None:
-                gradient = _log_softmax(tile, dtype)
+                gradient = _write_logps(tile, dtype)
             else:
-                _log_softmax(tile)
+                _write_logps(tile)
                 values[rows], by_logits = tile_loss(tile)
                 gradient = by_logits.to(tiles.weight.dtype)
                 del by_logits
@@ -249,11 +249,11 @@ class _LinearLogProbs(torch.autograd.Function):
         mean = torch.empty_like(lse) if want_mean else None
         for tile in tiles:
             if entropy is None and mean is None:
-                _log_softmax(tile)
+                _write_logps(tile)
             else:
                 if mean is not None:
                     mean[tile.rows] = tile.logits.mean(-1)
-                logp = _torch_log_softmax(tile)
+                logp = _write_logps_in_torch(tile)
                 if entropy is not None:  # the logits are no longer needed
                     entropy[tile.rows] = -torch.exp(logp, out=tile.logits).mul_(logp).sum(-1)
                 del logp
@@ -348,17 +348,17 @@ class _Tiles:
             self.weight_gradient = wide_product(gradient.t(), hidden, self.dtype, total)
 
 
-def _log_softmax(tile: Tile, dtype: torch.dtype | None = None) -> Tensor | None:
+def _write_logps(tile: Tile, dtype: torch.dtype | None = None) -> Tensor | None:
     """Write the tile's lse and logps. With a dtype, return p - onehot(target) in it, which may overwrite the logits."""
     if _takes_kernel(tile.logits):
         return logprobs_triton.log_softmax_at(
             tile.logits, tile.targets, tile.lse, tile.logps, dtype
         )
-    _torch_log_softmax(tile)
+    _write_logps_in_torch(tile)
     return None if dtype is None else one_hot_difference(tile, dtype)
 
 
-def _torch_log_softmax(tile: Tile) -> Tensor:
+def _write_logps_in_torch(tile: Tile) -> Tensor:
     """Write the tile's lse and logps, and return log p [R, V] of the whole vocabulary."""
     top, at = tile.logits.max(-1)
     logp = torch.log_softmax(tile.logits, -1)

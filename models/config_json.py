@@ -146,7 +146,7 @@ def read_layers(values: Fields, family: Family) -> tuple[LayerKind, ...]:
     period = family.mixers
     for name in {"full_attention_interval", "sliding_window_pattern"} & family.defaults.keys():
         interval = number(values, name, int)
-        period = (*period[:1] * (interval - 1), period[-1])
+        period = (period[0],) * (interval - 1) + (period[-1],)
     mixers = of_layers("layer_types", str, [*islice(cycle(period), count)])
     rotated = [1] * count
     if "no_rope_layer_interval" in family.defaults:
@@ -182,8 +182,9 @@ def number(values: Fields, name: str, kind: type[T]) -> T:
     value: Any = values.get(name)
     limit = LIMITS.get(name, 1 << 31 if kind is int else 1e38)
     if type(value) not in (int, float) or not 0 < value < limit or kind(value) != value:
+        kind_of_number = "whole number" if kind is int else "number"
         raise ValueError(
-            f"config.json has {name} = {value!r:.60} but it must be a {'whole ' * (kind is int)}number above 0 and "
+            f"config.json has {name} = {value!r:.60} but it must be a {kind_of_number} above 0 and "
             f"below {limit:,.15g}; correct the file or the setting"
         )
     return kind(value)

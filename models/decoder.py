@@ -126,9 +126,7 @@ class Decoder(nn.Module):
         for number, (layer, level) in enumerate(zip(self.layers, levels)):
             layer.recompute, layer.mlp_tile = level, memory.mlp_tile
             layer.offloader = memory.offloader if number < offloaded else None
-        self.graphs = None
-        if memory.graphs:
-            self.graphs = LayerGraphs(self.layers)
+        self.graphs = LayerGraphs(self.layers) if memory.graphs else None
 
 
 class VocabularyHead(nn.Module):

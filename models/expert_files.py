@@ -181,7 +181,7 @@ def peft_tensor(name: str, tensor: Tensor, adapted: list[str]) -> tuple[str, Ten
     `.base_layer`.
     """
     if not is_of_experts(name):
-        return name + ".weight" * (".lora_" in name), tensor
+        return f"{name}.weight" if ".lora_" in name else name, tensor
     stem, _, last = name.rpartition(".")
     inner = ".base_layer" if last != adapted[-1] else ""
     flat = tensor.flatten(0, 1) if ".lora_A" in stem else tensor.permute(1, 2, 0).flatten(1)

@@ -64,7 +64,7 @@ def resolve_model(
         fetched = snapshot_download(
             path_or_id,
             revision=revision,
-            allow_patterns=DOWNLOADED + need_weights * ["*.safetensors"],
+            allow_patterns=[*DOWNLOADED, "*.safetensors"] if need_weights else DOWNLOADED,
             ignore_patterns=NOT_DOWNLOADED,
             local_files_only=unreached is not None,
         )
@@ -73,7 +73,7 @@ def resolve_model(
     ) as error:  # one of a dozen classes, which all mean that the model cannot be fetched
         cause = unreached or error
         reason = str(cause).strip().split("\n")[0]
-        offline = " (HF_HUB_OFFLINE is set)" * constants.HF_HUB_OFFLINE
+        offline = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
         raise FileNotFoundError(
             f"{key} is {path_or_id!r}: there is no folder {folder.absolute()}, and revision "
             f"{revision or 'main'} was not found at {constants.ENDPOINT}{offline} or in the cache "

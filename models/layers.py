@@ -130,11 +130,11 @@ class DecoderLayer(nn.Module):
         norms = self.norms
         before, after = norms.before_feed_forward.weight, norms.after_feed_forward.weight
         return SecondHalf(
-            before,
-            self.mlp.fused(),
-            after,
-            trained([before, *self.mlp.parameters(), after]),
-            self.rule,
-            self.multiplier,
-            self.mlp_tile * self.mlp.tile_factor,
+            norm=before,
+            feed_forward=self.mlp.fused(),
+            after=after,
+            tensors=trained([before, *self.mlp.parameters(), after]),
+            rule=self.rule,
+            factor=self.multiplier,
+            tile=self.mlp_tile * self.mlp.tile_factor,
         )

@@ -115,9 +115,9 @@ class MLP(nn.Module):
         self.activation = config.family.activation
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_up, down, kind = self.fused()
-        active = recorded(Activation(kind), *recorded(gate_up, x))
-        return recorded(down, *active)[0]
+        mlp = self.fused()
+        (active,) = recorded(Activation(mlp.activation), *recorded(mlp.gate_up, x))
+        return recorded(mlp.down, active)[0]
 
     def fused(self) -> GatedMLP:
         """Return what computes this module in a layer's second half."""

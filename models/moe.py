@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from models.arch import ModelConfig
 from models.modules import MLP, Linear
 from models.ops.experts import ExpertStacks, SparseMLP, Stack, is_grouped
-from models.ops.linear import Adapter
+from models.ops.linear import Adapter, trained
 from ulysses.memory.levels import EXPERT_TILES
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.ranges import count_rows
@@ -63,7 +63,7 @@ class RouterRecord:
         self.with_probabilities, self.balance = with_probabilities, balance
 
     def open(self, batch: ShardedBatch) -> None:
-        """Begin a pass, if it is to be noted; its backward, which notes again, comes before another one begins."""
+        """Begin a pass, if it is to be noted. Its backward calls `note` again, and comes before another pass begins."""
         self.is_open = self.counts_all or torch.is_grad_enabled()
         if not self.is_open or not self.layers:
             return
@@ -136,8 +136,8 @@ class ExpertMatrices(nn.Module):
             self.register_parameter(name, matrices)
             bias = nn.Parameter(torch.empty(N, outputs)) if self.clamped else None
             self.register_parameter(f"{name}_bias", bias)
-        self.lora_A: nn.Module | None = None
-        self.lora_B: nn.Module | None = None
+        self.lora_A: Any = None  # or an nn.ParameterDict
+        self.lora_B: Any = None
 
     def add_adapters(self, names: Iterable[str], rank: int, scale: float) -> None:
         """Give matrices adapters, whose values are uninitialised."""
@@ -152,10 +152,8 @@ class ExpertMatrices(nn.Module):
 
     def _stack(self, name: str) -> Stack:
         adapter = None
-        if self.is_on and hasattr(self.lora_A, name):
-            adapter = Adapter(
-                getattr(self.lora_A, name), getattr(self.lora_B, name), self.scale
-            )
+        if self.is_on and self.lora_A is not None and name in self.lora_A:
+            adapter = Adapter(self.lora_A[name], self.lora_B[name], self.scale)
         bias = getattr(self, f"{name}_bias")
         return Stack(getattr(self, name), self.packed[name], adapter, bias, self.clamped)
 
@@ -212,16 +210,16 @@ class MoE(nn.Module):
     def fused(self) -> SparseMLP:
         """Return what computes this module in a layer's second half."""
         router = self.router_module
-        shared: tuple = ()
-        if self.shared_expert is not None:
-            parts = self.shared_expert, self.shared_expert_gate
-            shared = self.shared, [p for m in parts for p in m.parameters() if p.requires_grad]
-        return SparseMLP(
+        mlp = SparseMLP(
             [*router.parameters()],
             self.experts.stacks,
             router.top_k,
             router.normalise,
             self.record,
             self.layer_number,
-            *shared,
         )
+        if self.shared_expert is None:
+            return mlp
+        parts = self.shared_expert, self.shared_expert_gate
+        of_shared = trained([p for m in parts for p in m.parameters()])
+        return mlp._replace(shared=self.shared, of_shared=of_shared)

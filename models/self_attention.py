@@ -55,8 +55,16 @@ class SelfAttention(nn.Module):
         """Return query [S, H, E], key and value [S, K, E] of the layer's input, and the input, for `output`."""
         query = self._half_of_q_proj(0) if self.has_gate else self.q_proj.operands()
         matrices = Products(query, self.k_proj.operands(), self.v_proj.operands())
-        norms = [n.weight for n in self.norms]
-        projection = Projection(matrices, self.head_dim, self.rule, norm.weight, norms, *rope)
+        cos, sin = rope
+        projection = Projection(
+            matrices,
+            self.head_dim,
+            self.rule,
+            norm=norm.weight,
+            norms=[n.weight for n in self.norms],
+            cos=cos,
+            sin=sin,
+        )
         return recorded(projection, hidden)
 
     def _half_of_q_proj(self, half: int) -> Matrix:

@@ -97,15 +97,17 @@ def prove_rule(name: str, device: torch.device, shares: bool, *case: int) -> Non
     """
     delta, prefixes = Delta(*case), PREFIXES if shares else {}
     recurrence = Recurrence([0, *accumulate(PROOF_LENGTHS)], prefixes, device)
-    kernels, proof = sys.modules[__name__], partial(_computed, delta, recurrence)
-    sides = partial(proof, kernels), partial(proof, plain, torch.float64)
+    kernels = sys.modules[__name__]
+    by_kernels = partial(_computed, delta, recurrence, kernels)
+    in_plain_torch = partial(_computed, delta, recurrence, plain, torch.float64)
     if device.type == "cuda":
         packs = [*_packs(delta, device, shares)]
         # all kernels of FlashQLA compile, and meanwhile Triton's and torch's, which are tuned for the longest pack
-        found = (partial(_computed, delta, pack, delta_compile) for pack in packs)
+        found = [partial(_computed, delta, pack, delta_compile) for pack in packs]
         tuned = partial(_computed, delta, packs[0], kernels)
-        delta_compile.compile_side_by_side(found, (tuned, *sides))
-    for tensor, got, wanted in zip(("output", *NAMES), *(compute() for compute in sides)):
+        meanwhile = tuned, by_kernels, in_plain_torch
+        delta_compile.compile_side_by_side(found, meanwhile)
+    for tensor, got, wanted in zip(("output", *NAMES), by_kernels(), in_plain_torch()):
         error = float((got.double() - wanted).norm() / wanted.norm())
         if not error < PROOF_ERROR:
             raise FloatingPointError(

@@ -196,23 +196,28 @@ class Stack(NamedTuple):
         """Return the columns of rows, or of gradients, and the narrow ones after them."""
         return rows.split([rows.shape[1] - self.room, self.room], 1)
 
-    def narrow(self, rows: Tensor, ends: Tensor, *, back: bool = False) -> Tensor | None:
-        """Write the narrow columns of rows, or of a gradient if `back`; return the matrices that they go through."""
-        if self.adapter is None:
-            return None
-        a, b, scale, _ = self.adapter
-        more = self.room - a.shape[1]
-        a, b = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
-        to_narrow, from_narrow = (b, a) if back else (a.mT, b.mT)
-        wide, narrow = self._split(rows)
-        torch.mul(grouped_product(wide, to_narrow, ends), scale, out=narrow)
-        return from_narrow
+    def _padded_a(self, adapter: Adapter) -> Tensor:
+        """Return a [N, room, K], with zeros behind the rank."""
+        return F.pad(adapter.a, (0, 0, 0, self.room - adapter.a.shape[1]))
+
+    def _padded_b(self, adapter: Adapter) -> Tensor:
+        """Return b [N, O, room], with zeros behind the rank."""
+        return F.pad(adapter.b, (0, self.room - adapter.b.shape[2]))
+
+    def write_narrow(self, rows: Tensor, ends: Tensor, *, back: bool = False) -> None:
+        """Write the narrow columns of rows, or of a gradient if `back`, where there is an adapter."""
+        if (adapter := self.adapter) is not None:
+            to_narrow = self._padded_b(adapter) if back else self._padded_a(adapter).mT
+            wide, narrow = self._split(rows)
+            torch.mul(grouped_product(wide, to_narrow, ends), adapter.scale, out=narrow)
 
     def _through(self, rows: Tensor, ends: Tensor, *, back: bool) -> Tensor:
         """Multiply rows by the matrices, or gradients by their transposes."""
-        from_narrow = self.narrow(rows, ends, back=back)
-        is_turned, matrices = back == self.transposed, self.matrices
-        if self.packed is not None or from_narrow is not None:
+        self.write_narrow(rows, ends, back=back)
+        matrices = self.matrices
+        # grouped products take [N, columns of the rows, columns of the results]
+        is_turned = back == self.transposed
+        if self.packed is not None or self.adapter is not None:
             size = list(matrices.shape if self.packed is None else self.packed.shape)
             axis = 2 if is_turned else 1
             without_room = size[axis]
@@ -225,7 +230,8 @@ class Stack(NamedTuple):
                 self.packed.unpack(self.matrices, rows.dtype, whole)
         if is_turned:
             matrices = matrices.mT
-        if from_narrow is not None:
+        if (adapter := self.adapter) is not None:
+            from_narrow = self._padded_a(adapter) if back else self._padded_b(adapter).mT
             matrices[:, -self.room :] = from_narrow
         return grouped_product(rows, matrices, ends)
 
@@ -248,7 +254,7 @@ class Stack(NamedTuple):
         sums: GradientSums,
         weights: Tensor | None = None,
     ) -> None:
-        """Add the gradients of what is trained, after `back` for `grad` and `product` or `narrow` for the rows."""
+        """Add the gradients of what is trained, after `back` for grad and `product` or `write_narrow` for rows."""
         ends = order.ends
         if self.adapter is not None:
             a, b = self.adapter[:2]
@@ -294,7 +300,7 @@ class ExpertStacks(NamedTuple):
         if both is None:
             both = self.gate_up.product(copies, order)
         else:
-            self.gate_up.narrow(copies, ends)
+            self.gate_up.write_narrow(copies, ends)
         to_out = order.copies(grad, self.down.room)
         sorted_weights = weights.flatten()[order.source]
         room = self.down.room, self.gate_up.room
@@ -307,7 +313,7 @@ class ExpertStacks(NamedTuple):
             # a copy's weight multiplies its expert's bias too
             by_expert = to_out[:, : x.shape[1]] @ self.down.bias.t()
             to_weights += by_expert.gather(1, order.experts[:, None])[:, 0]
-        self.down.narrow(active, ends)
+        self.down.write_narrow(active, ends)
         self.down.gradients(to_out, active, order, sums, sorted_weights)
         del to_out, active
         to_copies = self.gate_up.back(to_both, ends)

@@ -82,8 +82,9 @@ class FeedForward(Protocol):
 class SecondHalf(NamedTuple):
     """A layer's second half: a feed-forward with the weights of the norms before and after it, which may be None.
 
-    It adds to each of its rows: to all at once as an Operation, or in tiles without a graph. tensors: all that are
-    trained. tile: the rows of a tile; up to twice as many run as one.
+    As an Operation it runs all rows at once; `add_tiles` and `gradients` run them in tiles, without a graph. The result
+    is the rows with what is added to them. tensors: all that are trained. tile: the rows of a tile; up to twice as many
+    run as one.
     """
 
     norm: Tensor | None
@@ -186,6 +187,7 @@ class GatedMLP(NamedTuple):
         else:
             gate, up = self.gate_up.forward(x)
             if self.down.adapters:
+                # draws what they drop, as the product would that is not computed again
                 self.down.adapters.start(gate)
         to_active = self.down.back(grad)
         active, to_gate_up = activate(gate, up, self.activation, to_active)

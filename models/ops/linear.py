@@ -90,7 +90,7 @@ class GradientSums:
     ) -> None:
         """Add grad^T rows, which holds the gradients of all these tensors one below the other, if any is trained.
 
-        index: the numbers of the rows of a single tensor that it holds.
+        index: the rows of a single tensor that the product holds the gradients of.
         """
         key = tuple(tensors)
         if not trained(key):
@@ -103,12 +103,12 @@ class GradientSums:
             left, rows = left.to(wide), rows.to(wide)
         self.sums[key] = wide_product(left, rows, wide, self.sums.get(key))
 
-    def of(self, trained: Sequence[Tensor]) -> list[Tensor]:
+    def of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradients of these tensors, in their dtypes."""
         grads: dict[Tensor, Tensor] = {}
         for tensors, total in self.sums.items():
             grads |= zip(tensors, total.split([len(t) for t in tensors]))
-        return [grads[t].to(t.dtype) for t in trained]
+        return [grads[p].to(p.dtype) for p in parameters]
 
 
 Saved = Sequence[Any]  # what a forward keeps, so that backward does not compute it again
@@ -183,12 +183,13 @@ class Products:
             bias = None if biases[0] is None else torch.cat(biases)
             return [*F.linear(x, dense[0], bias).split(self.widths, 1)]
         out = x.new_empty(len(x), sum(self.widths))
-        results = list(out.split(self.widths, 1))
+        # a single result is no view, which autograd would not let others change in place
+        results = [*out.split(self.widths, 1)] if len(self.widths) > 1 else [out]
         # the small products come first, and the large one adds to them as it writes
         self.adapters.forward(x, biases, results)
-        for result, matrix in zip(results if len(dense) > 1 else [out], dense):
-            result.addmm_(x, matrix.t())
-        return results if len(results) > 1 else [out]
+        for part, matrix in zip(out.split([len(m) for m in dense], 1), dense):
+            part.addmm_(x, matrix.t())
+        return results
 
     def back(self, grad: Tensor) -> Tensor:
         """Return the gradient of x from that of the results."""
@@ -243,8 +244,8 @@ class Products:
 class AdapterProducts:
     """What adapters add to the products of the same rows x [S, D] with some of several matrices.
 
-    Here lies what backward needs of forward, and `gradients` of `back`. So one tile goes through all three before
-    another one begins:
+    It keeps what a method needs of those before it, so that one tile of rows goes through all three before another one
+    begins:
 
         forward, or start if the results are not needed -> back -> gradients
 

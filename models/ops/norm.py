@@ -32,12 +32,13 @@ class NormRule(NamedTuple):
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, rule: NormRule) -> Tensor:
-    """Return the normalised x, without a graph; x itself where there is no norm, and so no weight."""
+    """Return x [..., D] normalised, without a graph; x itself where there is no norm, and so no weight."""
     if weight is None:
         return x
     weight = rule.scale(weight)
     if kernels := triton_kernels(x):
-        kernels.rms_norm(x, weight, rule.eps, out := torch.empty_like(x))
+        out = torch.empty_like(x)
+        kernels.rms_norm(x, weight, rule.eps, out)
         return out
     return F.rms_norm(x.to(weight.dtype), weight.shape, weight, rule.eps).to(x.dtype)
 

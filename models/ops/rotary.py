@@ -193,16 +193,19 @@ class Projection(NamedTuple):
         return [*rotated, value, hidden], (hidden, *saved)
 
     def run_back(self, saved: Saved, grads: Tensors, sums: GradientSums) -> Tensors:
-        (hidden, *saved), matrices = saved, self.matrices
+        hidden, *before_norms = saved
+        matrices = self.matrices
         flat = hidden.new_empty(len(hidden), sum(matrices.widths))
         parts = [
             part.view_as(grad) for part, grad in zip(flat.split(matrices.widths, 1), grads)
         ]
         rotate_pair(grads[0], grads[1], self.cos, self.sin, back=True, out=parts[:2])
-        for part, x, norm in zip(parts, saved, self.norms):
+        for part, x, norm in zip(parts, before_norms, self.norms):
             if len(norm) > self.head_dim:  # of whole rows
                 part, x = part.view(len(part), len(norm)), x.flatten(1)
-            sums.add(norm, rms_norm_backward(part, x, norm, self.rule)[1])
+            # which turns the part into the gradient of x
+            _, of_norm = rms_norm_backward(part, x, norm, self.rule)
+            sums.add(norm, of_norm)
         copy_strided(parts[2], grads[2])
         to_x = matrices.back(flat)
         if matrices.tensors:

@@ -33,7 +33,8 @@ Ropes = Mapping[str, Rope]  # by the rotary kind of a layer
 
 def padded(count: int, smallest: int, parts: int) -> int:
     """Round up to a multiple of the power of two that is at most `count`, divided by `parts`."""
-    unit = max(smallest, (1 << count.bit_length() - 1) // parts)
+    power = 1 << (count.bit_length() - 1)
+    unit = max(smallest, power // parts)
     return -(-count // unit) * unit
 
 
@@ -72,11 +73,11 @@ class LayerGraphs:
             self._addresses = addresses
         documents, rows = plan.calls[0].documents, len(hidden)
         total = padded(rows, SMALLEST, 8)
-        size = (
-            total,
-            padded(len(documents.cu_q) + (total > rows), 8, 1),
-            padded(max(documents.max_q, total - rows), SMALLEST, 1),
-        )
+        bounds = len(documents.cu_q)
+        if total > rows:
+            bounds += 1  # of the document of the additional rows
+        longest = max(documents.max_q, total - rows)
+        size = total, padded(bounds, 8, 1), padded(longest, SMALLEST, 1)
         if size not in self._seen:
             self._seen.add(size)
             return None
@@ -166,7 +167,7 @@ class _Recorded:
         with other_leaves(graphs.layers, graphs.grads):
             with torch.cuda.graph(self.forward, graphs.pool, capture_error_mode="thread_local"):
                 kept = self._forward(graphs.layers)
-            self.out = kept[-1][2].detach()
+            self.out = kept[-1][2].detach()  # of the last layer
             with torch.cuda.graph(
                 self.backward, graphs.pool, capture_error_mode="thread_local"
             ):

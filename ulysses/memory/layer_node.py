@@ -84,10 +84,10 @@ class LayerNode(torch.autograd.Function):
         saved = OffloadedTensors(layer.offloader) if layer.offloader else SavedTensors()
         saved.save(hidden)
         mixer, exchange = layer.mixer, layer.mixer.attention.exchange(plan)
-        random_states = [random_state()]
+        before_project = random_state()
         *heads, _ = layer.project(hidden, rope)
         shards = exchange.to_heads(heads)
-        del heads, _
+        del heads
         results = mixer.attention.attend_forward(shards, plan, *mixer.attention_parameters)
         del shards
         if layer.recompute == "keep_attention":
@@ -95,24 +95,27 @@ class LayerNode(torch.autograd.Function):
                 saved.save(result)
         mixed = exchange.to_tokens(results[0])
         del results
-        random_states.append(random_state())
+        before_output = random_state()
         middle = layer.output(hidden, mixed)
         del mixed
-        random_states.append(random_state())
+        before_second_half = random_state()
         result = layer.second_half.add_tiles(middle)
         saved.close()
-        ctx.rest = layer, rope, plan, saved, random_states
+        ctx.rest = layer, rope, plan, saved
+        ctx.random_states = before_project, before_output, before_second_half
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        layer, rope, plan, saved, random_states = ctx.rest
+        layer, rope, plan, saved = ctx.rest
         del ctx.rest
+        before_project, before_output, before_second_half = ctx.random_states
         hidden, *results = saved.tensors()
         del saved
         mixer, exchange = layer.mixer, layer.mixer.attention.exchange(plan)
-        parameters, of_mix = layer.trained_parameters, mixer.attention_parameters
+        parameters = layer.trained_parameters
+        mix_parameters = mixer.attention_parameters
         sums: dict[Tensor, Tensor] = {}
 
         def add(tensors: Tensors, grads: Sequence[Tensor | None]) -> None:
@@ -124,20 +127,18 @@ class LayerNode(torch.autograd.Function):
 
         def recompute_shards() -> tuple[Tensors, Callable[..., Any]]:
             (*heads, _), project_backward = _recompute(
-                layer.project, parameters, random_states[0], [hidden], rope
+                layer.project, parameters, before_project, [hidden], rope
             )
             return exchange.to_heads(heads), project_backward
 
         mix_was_kept = bool(results)
         if not mix_was_kept:
             shards, project_backward = recompute_shards()
-            results = [*mixer.attention.attend_forward(shards, plan, *of_mix)]
+            results = [*mixer.attention.attend_forward(shards, plan, *mix_parameters)]
         inputs = [hidden, exchange.to_tokens(results[0])]
-        (middle,), output_backward = _recompute(
-            layer.output, parameters, random_states[1], inputs
-        )
+        (middle,), output_backward = _recompute(layer.output, parameters, before_output, inputs)
         del inputs
-        with replay(random_states[2]):
+        with replay(before_second_half):
             second_half = layer.second_half
             grad, of_parameters = second_half.gradients(middle, grad)
         add(second_half.tensors, of_parameters)
@@ -150,9 +151,9 @@ class LayerNode(torch.autograd.Function):
         if mix_was_kept:
             shards, project_backward = recompute_shards()
         grads, of_parameters = mixer.attention.attend_backward(
-            grad_out, shards, results, plan, *of_mix
+            grad_out, shards, results, plan, *mix_parameters
         )
-        add([p for p in of_mix if p.requires_grad], of_parameters)
+        add([p for p in mix_parameters if p.requires_grad], of_parameters)
         del shards, grad_out, results
         grads = exchange.to_heads_backward(grads)
         (grad_hidden,), of_parameters = project_backward(*grads, grad_hidden)

@@ -54,7 +54,10 @@ def tile_rows(total: int, limit: int = TILE_ROWS) -> int:
 
     Short sequences lose nothing by running whole, so up to twice as many rows are one tile.
     """
-    return total if total <= 2 * limit else -(-total // -(-total // limit))
+    if total <= 2 * limit:
+        return total
+    count = -(-total // limit)
+    return -(-total // count)
 
 
 def tiles(total: int, rows: int) -> Iterator[slice]:

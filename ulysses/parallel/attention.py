@@ -238,7 +238,7 @@ class UlyssesAttention(nn.Module):
                 "packed query [S, H, E] needs plan or cu_seqlens, dense query [B, S, H, E] must have neither; "
                 f"the query has shape {tuple(query.shape)}"
             )
-        attention = copy(self)
+        attention = copy(self)  # with this call's window and scale
         attention.window = window
         if softmax_scale is not None:
             attention.softmax_scale = softmax_scale
@@ -289,8 +289,10 @@ class UlyssesAttention(nn.Module):
 
         shards: query [T/R, H/U, E], key and value [T, kv, E] -> out like query, lse [H/U, T/R].
         """
-        plan, kernel, inputs = self._calls(shards, plan)
-        results = [kernel_forward(kernel, inputs(call), call.documents) for call in plan.calls]
+        plan, kernel, inputs_of = self._kernel_case(shards, plan)
+        results = [
+            kernel_forward(kernel, inputs_of(call), call.documents) for call in plan.calls
+        ]
         out, lse = results[0]
         if len(results) > 1:
             query = shards[0]
@@ -299,7 +301,7 @@ class UlyssesAttention(nn.Module):
             for call, (call_out, call_lse) in zip(plan.calls, results):
                 out[call.rows], lse[:, call.rows] = call_out, call_lse
         for call in plan.prefix_calls:
-            more = kernel_forward(kernel, inputs(call), call.documents)
+            more = kernel_forward(kernel, inputs_of(call), call.documents)
             merge_attention(out, lse, call.rows, *more)
         if sink is not None:
             total = torch.logaddexp(lse, sink[self._my_heads, None].to(lse.dtype))
@@ -317,14 +319,14 @@ class UlyssesAttention(nn.Module):
     ) -> tuple[InputGradients, Tensors]:
         """Compute dq, dk, dv, and the gradient of a trained sink [H], from what `attend_forward` returned."""
         (query, key, _), (out, lse) = shards, results
-        plan, kernel, inputs = self._calls(shards, plan)
+        plan, kernel, inputs_of = self._kernel_case(shards, plan)
 
         def gradients(call: VarlenCall) -> InputGradients:
             """Return one call's share of the gradients; out and lse of all calls together make it exact."""
-            rows, _, documents, _ = call
+            rows = call.rows
             row_lse = lse[:, rows].contiguous()
             return kernel_backward(
-                kernel, dout[rows], inputs(call), out[rows], row_lse, documents
+                kernel, dout[rows], inputs_of(call), out[rows], row_lse, call.documents
             )
 
         if len(plan.calls) == 1 and plan.calls[0].keys == slice(0, key.shape[0]):
@@ -363,25 +365,25 @@ class UlyssesAttention(nn.Module):
         first = mesh.sp_rank % mesh.head_parallel_size * count
         return slice(first, first + count)
 
-    def _calls(
+    def _kernel_case(
         self, shards: Tensors, plan: AttentionPlan
     ) -> tuple[AttentionPlan, str, Callable[[VarlenCall], Inputs]]:
-        """Return the plan under the window, the kernel's name for it, and what the kernel gets for one of its calls."""
+        """Return the plan under the window, the kernel's name for it, and a function that returns a call's inputs."""
         query, key, value = shards
         window = self.window
-        if window and plan.longest <= window:
-            window = None  # the window cuts no document
+        if window and window < plan.longest:
+            plan = plan.windowed(window)
+        else:
+            window = None  # it cuts no document
         name = resolve_kernel(
             self.kernel, query.device, query.dtype, self.head_dim, window=window
         ).name
 
-        def inputs(call: VarlenCall) -> Inputs:
-            rows, keys, _, causal = call
-            return Inputs(
-                query[rows], key[keys], value[keys], causal, self.softmax_scale, window
-            )
+        def inputs_of(call: VarlenCall) -> Inputs:
+            q, k, v = query[call.rows], key[call.keys], value[call.keys]
+            return Inputs(q, k, v, call.causal, self.softmax_scale, window)
 
-        return plan.windowed(window) if window else plan, name, inputs
+        return plan, name, inputs_of
 
     def _check_shapes(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         counts = self.num_heads, self.num_kv_heads, self.num_kv_heads
@@ -425,7 +427,7 @@ def prove_kernel(
     draw, widths = torch.Generator().manual_seed(0), (heads, kv_heads, kv_heads)
     tensor_names = ("output", "query gradient", "key gradient", "value gradient")
     # with a window of one token the gradients of query and key are zero, so that no error can be relative to them
-    sizes = {size and max(2, min(size, PROOF_WINDOW)) for size in windows}
+    sizes = {None if size is None else max(2, min(size, PROOF_WINDOW)) for size in windows}
     cases = []
     for window in sizes:
         name = resolve_kernel(requested, device, dtype, head_dim, window=window).name

@@ -110,8 +110,8 @@ class ShardedBatch:
     target is -100 exactly where its weight is 0. is_last [S] marks the last token of each sequence.
     cu_seqlens [N + 1] int32 describes the whole pack, with one more entry if there is a tail.
     num_sequences is N. num_tokens counts the tokens of the whole pack without its tail, num_tokens_shared the shared
-    tokens that were left out of it, and num_squares twice the pairs of query and key in its attention, in the mean of
-    the layers. num_valid counts this rank's targets of nonzero weight, which are at valid_index [num_valid].
+    tokens that were left out of it, and num_squares twice the pairs of a query and a key in its attention, the mean
+    over the layers. num_valid counts this rank's targets of nonzero weight, which are at valid_index [num_valid].
     attention_plan says how attention is computed (layout.py). This rank's rows of sequence i are
     sequence_starts[i] .. sequence_starts[i + 1] - 1, of sequence_starts [N + 1]; the rows after them are the tail.
     """
@@ -224,21 +224,22 @@ def _read_rows(
     is_last: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """Read tokens, targets, weights and columns of packed ranges; the rows after the sequences are the tail."""
-    slices, counts = [], []
+    # what is read lies end to end; of it the rows that this rank holds, as ranges
+    slices, held, begin = [], [], 0
     for part in chain(*sequence_parts(cu_seqlens, ranges)):
         if part.start < num_tokens:
-            first = left_out[part.sequence] - part.whole[0]
             # one row more, whose token the last row predicts, unless the sequence ends there
-            rows = slice(first + part.start, first + part.end + 1)
-            slices.append((sequences[part.sequence], rows))
-            counts += [part.end - part.start, part.end < part.whole[1]]
+            stop = min(part.end + 1, part.whole[1])
+            first = left_out[part.sequence] - part.whole[0]
+            slices.append((sequences[part.sequence], slice(first + part.start, first + stop)))
+            held.append((begin, begin + part.end - part.start))
+            begin += stop - part.start
     # a rank that holds nothing but tail learns the dtypes
     slices = slices or [(sequences[0], slice(0))]
-    # of what is read, the rows that this rank holds: all but the additional ones
-    held = np.flatnonzero(np.repeat([True, False] * (len(counts) // 2), counts))
+    held_rows = rows_of(held or [(0, 0)])
 
     def of_shard(rows: Tensor) -> Tensor:
-        return F.pad(rows[held], (0, len(is_last) - len(held)))
+        return F.pad(rows[held_rows], (0, len(is_last) - len(held_rows)))
 
     def following(rows: Tensor) -> Tensor:
         return of_shard(rows.roll(-1)).masked_fill_(is_last, 0)

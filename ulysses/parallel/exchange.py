@@ -26,6 +26,7 @@ row-parallel size; `query` and `key` are the numbers of heads on one rank after 
 import math
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,19 @@ from .ranges import rows_between
 Parts = Sequence[tuple[int, int]]  # side by side in a tensor: how many heads, and how wide each
 
 
+class SentPart(NamedTuple):
+    """A part of a tensor: its heads on all ranks, how wide each is, and how the ranks that split heads share them."""
+
+    heads: int
+    width: int
+    layout: HeadLayout
+
+    @property
+    def columns(self) -> int:
+        """Its columns on one rank after the exchange."""
+        return self.layout.key * self.width
+
+
 class HeadExchange:
     """Exchange the tensors of a layer under a plan; all ranks of the group call a method together.
 
@@ -59,30 +73,32 @@ class HeadExchange:
     def __init__(
         self, tensors: Sequence[Parts], plan: AttentionPlan, *, has_queries: bool = False
     ) -> None:
-        self.tensors, self.plan, self.mesh = tensors, plan, plan.mesh
+        self.plan, self.mesh = plan, plan.mesh
         self.queries = int(has_queries)  # how many of the tensors hold queries
-        parts = [*chain(*tensors)]
-        most = max(heads for heads, _ in parts)
-        self.ranks = math.gcd(self.mesh.sequence_parallel_size, most)
-        if has_queries:
-            self.ranks = self.mesh.head_parallel_size
+        most = max(heads for heads, _ in chain(*tensors))
+        self.ranks = self.mesh.head_parallel_size
+        if not has_queries:
+            self.ranks = math.gcd(self.mesh.sequence_parallel_size, most)
+        self.sets = self.mesh.sequence_parallel_size // self.ranks
         self.my_set, self.my_block = divmod(self.mesh.sp_rank, self.ranks)
         self.set_rows = self.ranks * plan.local_tokens
-        self.heads = [heads for heads, _ in parts]
-        self.layouts = [head_layout(most, heads, self.ranks) for heads in self.heads]
-        # columns on one rank after the exchange: of every part, of every tensor, of the queries and of all else
-        self.widths = [layout.key * width for layout, (_, width) in zip(self.layouts, parts)]
-        widths = iter(self.widths)
-        self.columns = [sum(next(widths) for _ in of_tensor) for of_tensor in tensors]
+        self.tensors = [
+            [
+                SentPart(heads, width, head_layout(most, heads, self.ranks))
+                for heads, width in parts
+            ]
+            for parts in tensors
+        ]
+        # columns on one rank after the exchange: of every tensor, of the queries and of all else
+        self.columns = [sum(part.columns for part in parts) for parts in self.tensors]
         self.query_columns = sum(self.columns[: self.queries])
-        self.key_columns = sum(self.columns) - self.query_columns
+        self.key_columns = sum(self.columns[self.queries :])
 
     def my_columns(self, columns: Tensor, part: int) -> Tensor:
         """Return this rank's columns, or heads, of a tensor that has all those of a part along axis 0; with a graph."""
-        layout = self.layouts[part]
+        heads, _, layout = [*chain(*self.tensors)][part]
         slots = torch.arange(layout.key, device=columns.device) + self.my_block * layout.key
-        heads = columns.unflatten(0, (self.heads[part], -1))[slots // layout.repeat]
-        return heads.flatten(0, 1)
+        return columns.unflatten(0, (heads, -1))[slots // layout.repeat].flatten(0, 1)
 
     def to_heads(self, tensors: Tensors) -> Tensors:
         """Send local rows of all heads, [S, columns] or [S, heads, E], to the ranks that compute with them.
@@ -113,18 +129,17 @@ class HeadExchange:
             total = total.to(torch.promote_types(total.dtype, torch.float32), copy=True)
         for part in others:
             total += part
-        views = total.split(self.widths[self.queries :], -1)
+        shares = total.split(self.columns[self.queries :], -1)
         if self.queries:
-            views = regions[self.my_set][..., : self.query_columns], *views
-        sums = (
-            sum_heads(view.unflatten(-1, (layout.key, -1)), layout, heads).to(grads[0].dtype)
-            for view, layout, heads in zip(views, self.layouts, self.heads)
-        )
+            shares = regions[self.my_set][..., : self.query_columns], *shares
         tensors = []
-        for grad, of_tensor in zip(grads, self.tensors):
-            first, *rest = (next(sums).flatten(1) for _ in of_tensor)
-            rows = torch.cat([first, *rest], 1) if rest else first
-            tensors.append(rows.unflatten(1, (-1, *grad.shape[2:])))
+        for grad, share, parts in zip(grads, shares, self.tensors):
+            rows = [
+                sum_heads(view, part.layout, part.heads).to(grad.dtype).flatten(1)
+                for view, part in zip(_by_part(share, parts), parts)
+            ]
+            whole = torch.cat(rows, 1) if len(rows) > 1 else rows[0]
+            tensors.append(whole.unflatten(1, (-1, *grad.shape[2:])))
         return tensors
 
     def to_tokens(self, out: Tensor) -> Tensor:
@@ -138,10 +153,10 @@ class HeadExchange:
         """Send the outputs' gradients where the outputs came from; other sets' tokens get zeros there."""
         by_head = contiguous(_by_rank(grad, self.ranks))
         rows = self._all_to_all(by_head).flatten(0, 1)
-        sets = self.mesh.sequence_parallel_size // self.ranks
-        if self.queries or sets == self.mesh.row_parallel_size == 1:
+        # without row sets, the rows of one set are all rows in packed order
+        if self.queries or self.sets == self.mesh.row_parallel_size == 1:
             return rows
-        of_sets = rows.new_zeros(sets, *rows.shape)
+        of_sets = rows.new_zeros(self.sets, *rows.shape)
         of_sets[self.my_set] = rows
         packed = rows.new_empty(self.plan.total, *rows.shape[1:])
         packed[self.plan.by_rank] = of_sets.flatten(0, 1)
@@ -151,13 +166,11 @@ class HeadExchange:
         """Write local rows of all heads to a send buffer, and return what arrives."""
         send = self._buffer(tensors[0])
         regions = self._regions(send)
-        mine, layouts = regions.pop(self.my_set), iter(self.layouts)
-        views = iter(mine.split(self.widths, -1))
-        for tensor, parts in zip(tensors, self.tensors):
-            columns = tensor.flatten(1).split([heads * width for heads, width in parts], 1)
-            for values, part, layout in zip(columns, parts, layouts):
-                view = next(views).unflatten(-1, (layout.key, -1))
-                write_heads(view, values.unflatten(1, part), layout)
+        mine = regions.pop(self.my_set)
+        for tensor, share, parts in zip(tensors, mine.split(self.columns, -1), self.tensors):
+            columns = tensor.flatten(1).split([part.heads * part.width for part in parts], 1)
+            for part, values, view in zip(parts, columns, _by_part(share, parts)):
+                write_heads(view, values.unflatten(1, (part.heads, part.width)), part.layout)
         for region in regions:
             copy_strided(region, mine[..., self.query_columns :])
         return self._exchange(send)
@@ -188,9 +201,7 @@ class HeadExchange:
 
         k | v of the sets before mine    q | k | v of my set    k | v of the sets after mine
         """
-        sizes = [self.set_rows * self.key_columns] * (
-            self.mesh.sequence_parallel_size // self.ranks
-        )
+        sizes = [self.set_rows * self.key_columns] * self.sets
         sizes[self.my_set] += self.set_rows * self.query_columns
         return [x.view(self.ranks, self.plan.local_tokens, -1) for x in buffer.split(sizes)]
 
@@ -215,12 +226,19 @@ class HeadExchange:
 
         If all ranks are one set, they share the rows equally.
         """
-        received, splits, count = torch.empty_like(send), None, self.mesh.sequence_parallel_size
-        if self.ranks < count:
-            sets = (rank // self.ranks for rank in range(count))
-            splits = [near if number == self.my_set else far for number in sets]
+        received, splits = torch.empty_like(send), None
+        if self.sets > 1:
+            by_set = [far] * self.sets
+            by_set[self.my_set] = near
+            splits = [rows for rows in by_set for _ in range(self.ranks)]
         dist.all_to_all_single(received, send, splits, splits, group=self.mesh.sp_group)
         return received
+
+
+def _by_part(share: Tensor, parts: Sequence[SentPart]) -> list[Tensor]:
+    """View a tensor's columns [U, S, columns] as the heads of its parts, each [U, S, key, width]."""
+    views = share.split([part.columns for part in parts], -1)
+    return [view.unflatten(-1, (-1, part.width)) for view, part in zip(views, parts)]
 
 
 def _by_rank(values: Tensor, ranks: int) -> Tensor:

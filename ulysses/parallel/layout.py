@@ -141,7 +141,9 @@ def squares(length: Any, prefix_length: Any = 0, windows: Sequence[int | None] =
     total = length * (length + 2 * prefix_length)
     for window in filter(None, layers):
         # A window leaves out a triangle of queries and keys, whose tip belongs to the rows of the prefix.
-        triangle, tip = ((rows - window) * (rows > window) for rows in (whole, prefix_length))
+        # the comparison counts as 1 or 0, of numbers, arrays and tensors alike
+        triangle = (whole - window) * (whole > window)
+        tip = (prefix_length - window) * (prefix_length > window)
         total = total - (triangle**2 - tip**2) * (layers[window] / len(windows))
     return total
 
@@ -421,12 +423,14 @@ def _causal_calls(
 
 def varlen_call(documents: list[Document], device: Device, *, causal: bool) -> VarlenCall:
     """Write documents as one kernel call, whose tensors are on the device."""
-    (rows, keys), bounds = zip(*(_end_to_end(ranges, device) for ranges in zip(*documents)))
-    cu_q, cu_k = (to_device(torch.tensor(x, dtype=torch.int32), device) for x in bounds)
-    if bounds[0] == bounds[1]:
-        cu_k = cu_q
-    max_q, max_k = (max(b - a for a, b in pairwise(x)) for x in bounds)
-    return VarlenCall(rows, keys, DocumentBounds(cu_q, cu_k, max_q, max_k, bounds), causal)
+    rows, row_bounds = _end_to_end([rows for rows, _ in documents], device)
+    keys, key_bounds = _end_to_end([keys for _, keys in documents], device)
+    cu_q = cu_k = to_device(torch.tensor(row_bounds, dtype=torch.int32), device)
+    if key_bounds != row_bounds:
+        cu_k = to_device(torch.tensor(key_bounds, dtype=torch.int32), device)
+    max_q, max_k = (max(b - a for a, b in pairwise(x)) for x in (row_bounds, key_bounds))
+    bounds = DocumentBounds(cu_q, cu_k, max_q, max_k, (row_bounds, key_bounds))
+    return VarlenCall(rows, keys, bounds, causal)
 
 
 def _end_to_end(

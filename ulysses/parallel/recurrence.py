@@ -82,18 +82,23 @@ class Recurrence:
             levels[level].append((start, end, state))
             level_after_state[end] = level + 1
         state_places: dict[int, int] = {}  # among the final states of all levels so far
-        for level, parts in levels.items():
-            initial = [state_places[state] for *_, state in parts if level]
+        for parts in levels.values():
+            initial = [state_places[state] for _, _, state in parts if state]
             final = [i for i, (_, end, _) in enumerate(parts) if end in prefix_ends]
             for i in final:
                 state_places[parts[i][1]] = len(state_places)
             rows: slice | Tensor = slice(None)
             if prefixes:
-                rows = torch.cat([torch.arange(*part[:2]) for part in parts]).to(device)
+                rows = rows_of([(start, end) for start, end, _ in parts]).to(device)
             bounds = [0, *accumulate(end - start for start, end, _ in parts)]
-            cu, *states = (torch.tensor(x, device=device) for x in (bounds, initial, final))
-            states_or_none = (x if len(x) else None for x in states)
-            self.tree_levels.append(TreeLevel(rows, bounds, cu, *states_or_none))
+            tree_level = TreeLevel(
+                rows,
+                bounds,
+                cu_seqlens=torch.tensor(bounds, device=device),
+                initial_states=torch.tensor(initial, device=device) if initial else None,
+                final_states=torch.tensor(final, device=device) if final else None,
+            )
+            self.tree_levels.append(tree_level)
 
     def _with_copies(self, count: int) -> Copies:
         if not self.prefixes:

@@ -156,7 +156,7 @@ def _completion(turn: Turn, model: object, stream: bool) -> Json:
     usage = {"prompt_tokens": told, "completion_tokens": said, "total_tokens": told + said}
     return {
         "id": f"chatcmpl-{secrets.token_hex(12)}",
-        "object": "chat.completion" + ".chunk" * stream,
+        "object": "chat.completion.chunk" if stream else "chat.completion",
         "created": int(time.time()),
         "model": model,
         "choices": [{**choice, "finish_reason": reason if turn.ended else "length"}],

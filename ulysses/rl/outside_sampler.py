@@ -106,39 +106,47 @@ class OutsideSampler(AnySampler):
         The first call also asks the servers what they are. Raises UserCodeError if one does not fit or does not take
         them, or if none is left.
         """
-        config = self.config
-        self.is_current = not (self.marks and rollout % config.ppo.sampler_sync_every)
-        # one that ends between two synchronisations has lost its weights, even if it is there again for the next one
-        for server in self.servers if self.is_current else self.serving:
-            if not self.marks:
-                self.float32 &= server.check(self.longest, self.options.temperature)
-                continue
-            with self._leaving_out(server):
-                if not self.is_current:
+        config, is_first = self.config, not self.marks
+        self.is_current = is_first or rollout % config.ppo.sampler_sync_every == 0
+        if is_first:
+            for server in self.servers:
+                self._check_server(server)
+        elif self.is_current:
+            for server in self.servers:
+                with self._leaving_out(server):
+                    # one that is starting answers all else before it takes weights
+                    server.call("/health", seconds=LOOK_SECONDS)
+                    if server in self.lost:
+                        self._check_server(server)
+                        del self.lost[server]
+                        self.compared = False
+                        self.parts.say(f"{server} is there again")
+        else:
+            # one that has ended since then has lost its weights, even if it is there again for the next ones
+            for server in self.serving:
+                with self._leaving_out(server):
                     self._check_marks(server, LostError)
-                    continue
-                # one that is starting answers all else before it takes weights
-                server.call("/health", seconds=LOOK_SECONDS)
-                if server in self.lost:
-                    self.float32 &= server.check(self.longest, self.options.temperature)
-                    del self.lost[server]
-                    self.compared = False
-                    self.parts.say(f"{server} is there again")
         if self.is_current and self.push:
             self.push(self.serving)
         elif self.is_current:
             self.parts.export(config.sampler_folder)
-            for server in self.serving if self.mesh.is_main else ():
-                server.reload(config.sampler_folder, config.ppo.sampler_reload)
+            if self.mesh.is_main:
+                for server in self.serving:
+                    server.reload(config.sampler_folder, config.ppo.sampler_reload)
         # no process asks a server before all servers have the new weights, nor one that any process has lost
         for lost, compared in gather((self.lost, self.compared)):
             self.lost |= lost
             self.compared &= compared
-        for server in self.serving if self.is_current else ():
-            with self._leaving_out(server):
-                self.marks[server] = server.marks()
+        if self.is_current:
+            for server in self.serving:
+                with self._leaving_out(server):
+                    self.marks[server] = server.marks()
         if not self.serving:
             raise next(iter(self.lost.values()))
+
+    def _check_server(self, server: Server) -> None:
+        """Raise UserCodeError if a server does not fit, and note whether it computes in float32."""
+        self.float32 &= server.check(self.longest, self.options.temperature)
 
     def _check_marks(self, server: Server, kind: type[UserCodeError]) -> None:
         """Raise such an error if a server was started again, or given weights by others, since it got these."""

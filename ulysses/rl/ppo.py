@@ -68,10 +68,10 @@ class OverAnswers(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, values: Tensor, batch: ShardedBatch, mean: bool) -> Tensor:
-        ctx.rest, trained = (batch, mean), batch.loss_weights != 0
-        sums, counts = segment_sums(
-            torch.stack([values, trained], 1) * trained[:, None], batch
-        ).T
+        ctx.rest = batch, mean
+        trained = batch.loss_weights != 0
+        columns = torch.stack([values, trained], 1) * trained[:, None]
+        sums, counts = segment_sums(columns, batch).T
         if mean:
             sums = sums / counts.clamp(min=1)
         by_sequence = torch.cat([sums, sums.new_zeros(1)])  # the last one is the tail's

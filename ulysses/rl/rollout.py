@@ -60,20 +60,22 @@ def answer_metrics(episodes: list[list[Trajectory]]) -> dict[str, Tensor]:
         rows.append((sum(chain(*masks)), last.score, last.ended, turns, len(masks), longest))
         for name, score in last.scores.items():
             by_name[name].append(score)
-    lengths, scores, ended, *of_episodes = torch.tensor(rows, dtype=torch.float64).T
-    names = ("turns", "branches", "length") if of_episodes[0].sum() > len(rows) else ()
-    return {
+    table = torch.tensor(rows, dtype=torch.float64)
+    drawn, scores, ended, turn_counts, branch_counts, lengths = table.T
+    metrics = {
         SCORES: scores.mean(),
         f"{SCORES}_std": scores.std(correction=0),
         "val/num_eos_tokens": ended.sum(),
-        "response_length/mean": lengths.mean(),
+        "response_length/mean": drawn.mean(),
         "response_length/clip_ratio": 1 - ended.mean(),
-        **{
-            f"{SCORES}/{name}": torch.tensor(each, dtype=torch.float64).mean()
-            for name, each in by_name.items()
-        },
-        **{f"episode/{name}": x.mean() for name, x in zip(names, of_episodes)},
     }
+    for name, each in by_name.items():
+        metrics[f"{SCORES}/{name}"] = torch.tensor(each, dtype=torch.float64).mean()
+    if turn_counts.sum() > len(rows):
+        metrics["episode/turns"] = turn_counts.mean()
+        metrics["episode/branches"] = branch_counts.mean()
+        metrics["episode/length"] = lengths.mean()
+    return metrics
 
 
 @dataclass(eq=False)
@@ -251,10 +253,11 @@ class RolloutMaker:
         return rollout
 
     def laid_out(self, number: int, trajectories: list[Trajectory]) -> Rollout:
+        parts = self.parts
         return Rollout.of(
             number,
             trajectories,
-            tokens_per_microbatch=self.parts.tokens_per_microbatch * self.parts.share_prompts,
+            tokens_per_microbatch=parts.tokens_per_microbatch if parts.share_prompts else 0,
             by_length=self.ppo.loss_aggregation == "sequence",
             share_drawn=self.ppo.ratio == "token" and not self.ppo.needs_value,
         )
@@ -351,20 +354,20 @@ class RolloutMaker:
         rollout.metrics = {name: float(value) for name, value in metrics.items()}
         weights = rollout.weights * kept
 
-        def share(weights: Tensor) -> Tensor:
-            """Return each token's share of the weights at its row, of which a row may have none."""
-            return (weights / rollout.held(weights)[at]).nan_to_num()
+        def shares(values: Tensor) -> Tensor:
+            """Return what each token has of the sum of the values at its row; 0 where that is 0."""
+            return (values / rollout.sums_at_rows(values)[at]).nan_to_num()
 
+        share = shares(weights)
         # A loss is the same for all advantages of one sign but for a factor, so that those of one sign are added.
-        strength = share(weights * columns.get("importance", 1.0))
-        strengths = strength * columns.pop("advantages")
-        above, below = (
-            rollout.held(x) for x in (strengths.clamp(min=0), strengths.clamp(max=0))
-        )
-        held = {name: rollout.held(share(weights) * x) for name, x in columns.items()}
-        held["advantages"] = above.where(above > 0, below)
-        if (opposed := below * (above > 0)).any():
-            held[OPPOSED] = opposed
-        held["weights"] = rollout.held(weights).roll(1)
-        held["counts"] = rollout.held(kept.double())
-        rollout.columns |= {name: column.float() for name, column in held.items()}
+        strengths = shares(weights * columns.get("importance", 1.0)) * columns.pop("advantages")
+        above = rollout.sums_at_rows(strengths.clamp(min=0))
+        below = rollout.sums_at_rows(strengths.clamp(max=0))
+        by_row = {name: rollout.sums_at_rows(share * x) for name, x in columns.items()}
+        by_row["advantages"] = above.where(above > 0, below)
+        opposed = below * (above > 0)
+        if opposed.any():
+            by_row[OPPOSED] = opposed
+        by_row["weights"] = rollout.sums_at_rows(weights).roll(1)
+        by_row["counts"] = rollout.sums_at_rows(kept.double())
+        rollout.columns |= {name: column.float() for name, column in by_row.items()}

@@ -70,7 +70,7 @@ class Rollout:
             groups.setdefault(trajectory.group, []).append(trajectory)
         ordered: list[Trajectory] = []
         tokens, predicted_at, weights, layout = [], [], [], []
-        rows, example, room, held = np.empty(0, np.int64), 0, 0, 0
+        rows, example, room, end = np.empty(0, np.int64), 0, 0, 0
         for place, group in enumerate(groups.values()):
             for trajectory, in_common in depth_first(group, share_drawn):
                 whole, drawn = trajectory.whole, trajectory.drawn
@@ -80,12 +80,11 @@ class Rollout:
                 if in_common == 0 or room < 0:
                     example, prefix = len(ordered), 0
                     room = tokens_per_microbatch - len(whole)
-                own = len(whole) - prefix
+                begin, end = end, end + len(whole) - prefix
                 # where the columns have the rows of the whole sequence
-                rows = np.append(rows[:prefix], np.arange(held, held + own))
-                held += own
+                rows = np.append(rows[:prefix], np.arange(begin, end))
                 ordered.append(trajectory)
-                layout.append((own, prefix, example, place))
+                layout.append((end - begin, prefix, example, place))
                 tokens.append(whole[prefix:])
                 predicted_at.append(rows[drawn - 1])
                 weights.append(np.full(len(drawn), 1 / len(drawn) if by_length else 1.0))
@@ -94,7 +93,7 @@ class Rollout:
         rollout.predicted_at, rollout.weights = (
             torch.from_numpy(np.concatenate(x)) for x in (predicted_at, weights)
         )
-        rollout.columns["weights"] = rollout.held(rollout.weights).roll(1).float()
+        rollout.columns["weights"] = rollout.sums_at_rows(rollout.weights).roll(1).float()
         return rollout
 
     def __post_init__(self) -> None:
@@ -105,7 +104,7 @@ class Rollout:
         tables[:, self.example_ids, within_example] = self.lengths, self.prefixes
         self.sequence_lengths, self.prefix_lengths = tables
 
-    def held(self, values: Tensor) -> Tensor:
+    def sums_at_rows(self, values: Tensor) -> Tensor:
         """Return the sums of drawn tokens' values [A], float64, at the rows that predict them, [T]."""
         rows = values.new_zeros(len(self.columns["tokens"]))
         return rows.index_add_(0, self.predicted_at, values)

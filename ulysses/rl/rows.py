@@ -75,10 +75,10 @@ def trajectories_of(
                 logps,
                 [*map(bool, weights)],
                 tokens[-1] in stop_tokens,
-                group,
-                len(found),
+                group=group,
+                episode=len(found),
                 score=row["reward"],
-                advantages=advantages * int(row["given"]),
+                advantages=advantages if row["given"] else [],
             )
             found.append(one)
     return found

@@ -202,7 +202,7 @@ class Sampler:
         count = min(options.batch, self.requests.count)
         self.sink = int(config.family.sinks)  # the first column of a token
         # aligned for half-precision kernels
-        columns = -8 * (-(self.requests.longest + self.sink) // 8)
+        columns = -(-(self.requests.longest + self.sink) // 8) * 8
         mixers = [kind.mixer for kind in config.layers]
         layers = len(mixers) - mixers.count("linear_attention")
         width = config.head_dim + 8 * self.sink  # kernels take multiples of 8
@@ -285,18 +285,20 @@ class Sampler:
         prompts = {slot: request.prompt for slot, request in taken.items()}
         fresh = {p: slot for slot, p in prompts.items() if p not in self.held}
 
-        def share(sources: dict[Prompt, int]) -> None:
-            """Copy prompts to the slots of their answers from the slots in `sources`."""
-            for slot, prompt in prompts.items():
-                if prompt in sources:
-                    source, columns = sources[prompt], self.cache[..., : len(prompt), :]
-                    columns[:, :, slot] = columns[:, :, source]
-                    # the state in the held prompt's slot has gone on to its answer, but a copy of it has been kept
-                    self.states.copy(HELD if sources is self.held else source, slot)
+        def copy(prompt: Prompt, source: int, state: int, slot: int) -> None:
+            columns = self.cache[..., : len(prompt), :]
+            columns[:, :, slot] = columns[:, :, source]
+            self.states.copy(state, slot)
 
-        share(self.held)
+        # first from the held prompt, in whose slot another one may begin
+        for slot, prompt in prompts.items():
+            if prompt in self.held:
+                # the state in its slot has gone on to its answer, but a copy of it has been kept
+                copy(prompt, self.held[prompt], HELD, slot)
         self._prefill(fresh)
-        share(fresh)
+        for slot, prompt in prompts.items():
+            if prompt in fresh:
+                copy(prompt, fresh[prompt], fresh[prompt], slot)
         slots = list(prompts)
         self.held = {prompts[slots[-1]]: slots[-1]}
         self.states.copy(slots[-1], HELD)

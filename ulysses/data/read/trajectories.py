@@ -70,24 +70,20 @@ def read_trajectory(
     except (AttributeError, TypeError, ValueError) as error:
         raise BadRowError(f"is no trajectory: {error}") from None
     tokens, mask, given = found.token_ids, found.mask, found.advantages
-    lists = tokens, mask, found.logprobs, given
-    sizes, largest = [len(x) for x in lists if isinstance(x, list)], max(tokens, default=0)
-    for is_wrong, fault in (
-        (len({*sizes}) > 1, f"has lists of {sizes} entries; give one entry for each token"),
-        (
-            sizes[0] > longest,
-            f"has {sizes[0]} tokens but data.max_length is {longest}; raise it",
-        ),
-        (largest >= vocabulary, f"has the token {largest} but the model knows {vocabulary}"),
-        (
-            any(x is None or x > 1e-3 for x in compress(found.logprobs, mask)),
-            "has drawn tokens whose logprobs are null or above 0",
-        ),
-        (not any(mask[1:]) or mask[0], "trains no token, or the first, which nothing predicts"),
-        (found.reward is None and given is None, "has neither reward nor advantages"),
-    ):
-        if is_wrong:
-            raise BadRowError(fault)
+    count, largest = len(tokens), max(tokens, default=0)
+    sizes = [len(x) for x in (tokens, mask, found.logprobs, given) if isinstance(x, list)]
+    if {*sizes} != {count}:
+        raise BadRowError(f"has lists of {sizes} entries; give one entry for each token")
+    if count > longest:
+        raise BadRowError(f"has {count} tokens but data.max_length is {longest}; raise it")
+    if largest >= vocabulary:
+        raise BadRowError(f"has the token {largest} but the model knows {vocabulary}")
+    if any(x is None or x > 1e-3 for x in compress(found.logprobs, mask)):
+        raise BadRowError("has drawn tokens whose logprobs are null or above 0")
+    if not any(mask[1:]) or mask[0]:
+        raise BadRowError("trains no token, or the first, which nothing predicts")
+    if found.reward is None and given is None:
+        raise BadRowError("has neither reward nor advantages")
     for name in filter(UNREAD.fullmatch, {*row}.difference(vars(found), columns.values())):
         if row[name] is not None:
             note(f"the column {name!r} was not read")
@@ -96,10 +92,10 @@ def read_trajectory(
         "tokens": np.array(tokens, np.int32),
         "weights": np.array(mask, np.float32),
         "token_logps": np.array([x or 0.0 for x in found.logprobs], np.float32),
-        "token_advantages": np.zeros(sizes[0], np.float32) + np.float32(given or 0),
+        "token_advantages": np.zeros(count, np.float32) + np.float32(given or 0),
         "reward": math.nan if found.reward is None else found.reward,
         "given": float(given is not None),
-        "_sizes": [sizes[0], 0, 0],
+        "_sizes": [count, 0, 0],
         "_counts": 1,
         "_source": raw.source,
         "_prompt": np.frombuffer(group, np.int64)[0],

@@ -100,15 +100,17 @@ def resolve_kernel(
     device = torch.device(device)
     case = f"{str(dtype).removeprefix('torch.')}, head dim {head_dim}"
     check_name(name)
-    why = "fastest" if name == "auto" else "as requested,"
-    reasons = [f"{why} for {case}"]
-    for candidate in [k for k in KERNELS if k != "cudnn"] if name == "auto" else [name]:
+    candidates, why = [name], "as requested,"
+    if name == "auto":
+        candidates, why = [k for k in KERNELS if k != "cudnn"], "fastest"
+    objections: list[str] = []
+    for candidate in candidates:
         objection = _why_not(candidate, device, dtype, head_dim, window)
         if objection is None:
-            return KernelChoice(candidate, "; ".join(reasons))
-        reasons.append(objection)
+            return KernelChoice(candidate, "; ".join([f"{why} for {case}", *objections]))
+        objections.append(objection)
     raise ValueError(
-        f"attention kernel {name} cannot run here ({case}): {reasons[1]}; set another kernel or auto"
+        f"attention kernel {name} cannot run here ({case}): {objections[0]}; set another kernel or auto"
     )
 
 

@@ -124,16 +124,18 @@ def _run_calls(
         query, *key_value = (
             _by_document(x[part], number) for x, part in zip(packed[:3], (rows, keys, keys))
         )
-        window = packed.window if nk > (packed.window or nk) else None
-        run_kernel = REFERENCE if window else kernel
+        window, run_kernel = None, kernel
+        if packed.window and nk > packed.window:  # it cuts these documents
+            window, run_kernel = packed.window, REFERENCE
         earlier = nk - nq  # the keys before that of the first row itself, if the mask is causal
         parts = [(0, nk, packed.causal)]
         if packed.causal and earlier and not run_kernel.bottom_right:
             parts = [(0, earlier, False), (earlier, nk, True)]
         for low, high, causal in parts:
-            part, is_short = slice(low, high), min(nq, high - low) < run_kernel.shortest
+            part = slice(low, high)
             k, v = (x[:, :, part] for x in key_value)
             inputs = Inputs(query, k, v, causal, packed.scale, window)
+            is_short = min(nq, high - low) < run_kernel.shortest
             call_kernel = REFERENCE if is_short else run_kernel
             yield _Call(call_kernel, inputs, number, rows, keys, part)
 
@@ -308,6 +310,7 @@ def _with_all_heads(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 def _cudnn_forward(inputs: Inputs) -> Results:
     """Run cuDNN's fused attention: GPU, float16 or bfloat16."""
+    # without a bias, with the log-sum-exp, without dropout and without a mask for debugging
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *inputs[:3], None, True, 0.0, inputs.causal, False, scale=inputs.scale
     )
@@ -316,7 +319,7 @@ def _cudnn_forward(inputs: Inputs) -> Results:
 
 def _cudnn_backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor) -> InputGradients:
     q, k, v = inputs[:3]
-    # the state of a dropout generator, which is not used without dropout
+    # the state of a dropout generator and its offset, which are not used without dropout; then no bias and no bounds
     unused = torch.zeros((), dtype=torch.int64, device=q.device)
     tensors = dout, q, k, v, out, lse[..., None], unused, unused, None, None, None
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(

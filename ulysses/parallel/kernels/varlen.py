@@ -54,6 +54,7 @@ def _bounds(documents: DocumentBounds) -> dict[str, Tensor | int]:
 def torch_forward(inputs: Inputs, documents: DocumentBounds) -> Results:
     window = _window(inputs)
     tensors = *inputs[:3], *_bounds(documents).values()
+    # dropout, the causal mask, and whether the softmax is returned for debugging
     options = 0.0, inputs.causal and not window, False
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         *tensors, *options, scale=inputs.scale, **window
@@ -64,10 +65,12 @@ def torch_forward(inputs: Inputs, documents: DocumentBounds) -> Results:
 def torch_backward(
     dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, documents: DocumentBounds
 ) -> InputGradients:
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=dout.device)
-    unused, window = torch.empty(0, device=dout.device), _window(inputs)
+    window = _window(inputs)
+    # of a generator that dropout would need
+    state = torch.zeros(2, dtype=torch.uint64, device=dout.device)
+    unused = torch.empty(0, device=dout.device)
     tensors = dout.contiguous(), *inputs[:3], out, lse, *_bounds(documents).values()
-    options = 0.0, inputs.causal and not window, no_dropout, unused
+    options = 0.0, inputs.causal and not window, state, unused
     return torch.ops.aten._flash_attention_backward(
         *tensors, *options, scale=inputs.scale, **window
     )
