@@ -179,7 +179,7 @@ class Episodes(Requests):
         """Return the end of a sentence about what is wrong with a function that has returned, or nothing."""
         if not model.calls:
             return "never called the model, so that there is nothing to train on; call model.chat or model.complete"
-        if score is None and (model.is_over or self.ppo.reward):
+        if score is None and (model.without_room >= 0 or self.ppo.reward):
             return ""
         with suppress(Exception):  # of whatever type it is
             if abs(math.fsum([score])) <= LARGEST:
