@@ -458,7 +458,7 @@ async def fails_after_its_end(row, model):
 
 
 FAULTS = {
-    "never called the model": never_calls,
+    "never called the model, or was refused at model.base_url": never_calls,
     r"failed: KeyError: 'no such tool' \(test_episodes.py, line \d+\)": fails_late,
     "failed: SystemExit: enough": exits,
     r"failed: SystemExit: 2 \(test_episodes.py": exits_in_a_task,
