@@ -139,7 +139,8 @@ def own_loop(run, rows):
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_program_samples_and_learns(tmp_path, world):
     """And the run folder has what it has after any other run."""
-    typed = f"--parallel.sequence_parallel_size {world} --run.save_every 1"
+    # this engine's own log-probabilities are those among all tokens
+    typed = f"--parallel.sequence_parallel_size {world} --run.save_every 1 --ppo.top_p 0.9"
     found = run_distributed(
         train, world, from_rows(tmp_path, typed), own_loop, saved(), cpu=True
     )

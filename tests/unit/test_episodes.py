@@ -197,6 +197,20 @@ def test_forks_and_calls_at_the_same_time_are_branches(tokenizer):
     assert len({request.key for request in sampler.seen}) == 3 and not found[0].scores
 
 
+def test_the_branch_with_the_last_turn_comes_last_and_says_how_the_episode_ended(tokenizer):
+    """After a helper's conversation, and after one that had no room and went on shorter."""
+
+    async def asks_a_helper(row, model):
+        main = await model.complete([5])
+        await model.complete([6])
+        with suppress(EpisodeOverError):
+            await model.complete([7] * 5000)
+        await model.complete(main.prompt + main.tokens + [8])
+
+    found, _ = run(tokenizer, asks_a_helper, "a", "b", "", "c", reward="a:b")
+    assert [(one.prompt, one.ended) for one in found] == [([6], True), ([5], True)]
+
+
 async def goes_on(row, model):
     messages = [{"role": "user", "content": "1"}]
     for _ in range(9):
@@ -444,7 +458,7 @@ async def fails_after_its_end(row, model):
 
 
 FAULTS = {
-    "never called the model": never_calls,
+    "never called the model, or was refused at model.base_url": never_calls,
     r"failed: KeyError: 'no such tool' \(test_episodes.py, line \d+\)": fails_late,
     "failed: SystemExit: enough": exits,
     r"failed: SystemExit: 2 \(test_episodes.py": exits_in_a_task,

@@ -90,17 +90,38 @@ def test_adapters_mean_what_they_meant_when_they_were_saved(changes, checkpoint,
         assert prepare(config(tmp_path, f"{lora} {changes}"), 1, []).resume_from == checkpoint
 
 
-@pytest.mark.parametrize("changes", ["--ppo.minibatches 2", "--ppo.epochs 3"])
+@pytest.mark.parametrize(
+    "changes", ["--ppo.minibatches 2", "--ppo.epochs 3", "--ppo.advantage reinforce++"]
+)
 def test_the_steps_of_a_rollout_stay_what_they_were(changes, checkpoint, tmp_path):
     """With others the same step would belong to another rollout, and prompts would come again, or never."""
     typed, path = '--stage ppo --ppo.reward ["math:fsum"]', checkpoint / "run.json"
     own = config(tmp_path, typed).model_dump(mode="json")
     write_json(path, forged("config", own)(read_json(path)))
     assert prepare(config(tmp_path, f"{typed} --ppo.clip 0.3"), 1, []).resume_from == checkpoint
-    with pytest.raises(ConfigError, match="had ppo.[a-z]+ [0-9] but this run has"):
+    with pytest.raises(ConfigError, match="had ppo.[a-z]+ .* but this run has"):
         prepare(config(tmp_path, f"{typed} {changes}"), 1, [])
     insisting = config(tmp_path, f"{typed} {changes} --run.resume_anyway true")
     assert prepare(insisting, 1, []).resume_from == checkpoint
+
+
+@pytest.mark.parametrize("epochs", [2, 3])
+@pytest.mark.parametrize(
+    "changes",
+    ["--ppo.temperature 2", "--ppo.importance_cap 2", "--ppo.loss_aggregation sequence", "--ppo.kl_coefficient 0"],
+)  # fmt: skip
+def test_the_rest_of_a_rollout_is_trained_as_it_was_made(changes, epochs, checkpoint, tmp_path):
+    """The second step ends the rollout, or is in its middle; the next one is made with what is set then."""
+    typed = f'--stage ppo --ppo.reward ["math:fsum"] --ppo.epochs {epochs}'
+    path = checkpoint / "run.json"
+    own = config(tmp_path, typed).model_dump(mode="json")
+    write_json(path, forged("config", own)(read_json(path)))
+    changed = config(tmp_path, f"{typed} {changes} --run.resume_anyway true")
+    if epochs == 2:
+        assert prepare(changed, 1, []).resume_from == checkpoint
+        return
+    with pytest.raises(ConfigError, match="or continue a checkpoint between two rollouts"):
+        prepare(changed, 1, [])
 
 
 def change(**values):

@@ -15,12 +15,19 @@ from ulysses.disk import digest_of, sampled_digest
 from ulysses.environment import NODE, local_rank
 from ulysses.options import build_policies
 from ulysses.parallel.mesh import gather
+from ulysses.stages.base import Stage
 
 PACKAGES = Path(__file__).parents[2]
 # Nodes tokenise for themselves, so that the libraries which make tokens of rows must be the same too.
 COMPARED = "torch deepspeed transformers tokenizers jinja2 datasets".split()
 # What a run may only change between a checkpoint and its continuation if run.resume_anyway says so.
-ALLOWED_ANYWAY = ("stage", "batch.examples", "run.seed", "ppo.minibatches", "ppo.epochs")
+ALLOWED_ANYWAY = (
+    "stage", "batch.examples", "run.seed", "ppo.minibatches", "ppo.epochs", "ppo.advantage",
+)  # fmt: skip
+# The numbers of a rollout depend on these, and a checkpoint in its middle holds them.
+OF_ROLLOUTS = (
+    "ppo.temperature", "ppo.ratio", "ppo.loss_aggregation", "ppo.importance_cap", "ppo.kl_in", "ppo.kl_coefficient",
+)  # fmt: skip
 # What may differ between the model's config.json of a checkpoint and that of the run that continues it.
 FREE_KEYS = (
     "initializer_range", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
@@ -66,9 +73,9 @@ def agree(facts: Mapping[str, object]) -> None:
 # ---------------------------------------------------------------- a checkpoint and its continuation
 
 
-def check_same_run(config: Config, shape: ModelConfig, checkpoint: Path) -> None:
+def check_same_run(stage: Stage, shape: ModelConfig, checkpoint: Path) -> None:
     """Refuse a checkpoint of a run with another stage, model or chain of gradient policies; nothing is loaded yet."""
-    state = read_run_state(checkpoint)
+    config, state = stage.config, read_run_state(checkpoint)
     ours = {**flat(config.model_dump(mode="json")), **shape.to_hf()}
     theirs = {
         "model.lora.train": [],
@@ -82,10 +89,15 @@ def check_same_run(config: Config, shape: ModelConfig, checkpoint: Path) -> None
         if (Path(str(theirs["model.path"])) / ADAPTER_CONFIG).exists():
             adapted.append("model.path")  # an adapter that was merged into its base
         adapted += ["model.lora.alpha", "model.lora.rslora"]  # what adapters are multiplied by
+    same_stage = ours["stage"] == theirs["stage"]
+    if same_stage and state["step"] % stage.requirements.steps_per_load:
+        fixed += OF_ROLLOUTS
     for name in (*ALLOWED_ANYWAY, *fixed, *adapted):
         anyway = name in ALLOWED_ANYWAY
         if ours[name] != theirs.get(name) and not (anyway and config.run.resume_anyway):
             more = ", or run.resume_anyway = true" if anyway else ""
+            if name in OF_ROLLOUTS:
+                more = ", or continue a checkpoint between two rollouts"
             raise ConfigError(
                 f"the run that wrote {checkpoint} had {name} {theirs.get(name)!r} but this run has {ours[name]!r}; "
                 f"set the same, or another run.output{more}",

@@ -125,7 +125,7 @@ def prepare(
             resume_from = resume_point(config.run)
     if shape and resume_from:
         with collecting(errors):
-            check_same_run(config, shape, resume_from)
+            check_same_run(stage, shape, resume_from)
     refuse(errors, findings)
 
     # ---------------------------------------------------------------- all of them together, if nothing was absent

@@ -178,8 +178,11 @@ class Episodes(Requests):
     def _fault(self, score: Any, model: Model) -> str:
         """Return the end of a sentence about what is wrong with a function that has returned, or nothing."""
         if not model.calls:
-            return "never called the model, so that there is nothing to train on; call model.chat or model.complete"
-        if score is None and (model.is_over or self.ppo.reward):
+            return (
+                "never called the model, or was refused at model.base_url, so that there is nothing to train on; call "
+                "model.chat or model.complete, or read what was answered there"
+            )
+        if score is None and (model.without_room >= 0 or self.ppo.reward):
             return ""
         with suppress(Exception):  # of whatever type it is
             if abs(math.fsum([score])) <= LARGEST:

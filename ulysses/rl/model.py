@@ -71,7 +71,7 @@ class Model:
     Attributes:
         turns: those that have come.
         calls: how many have been asked for, with room or without.
-        is_over: whether one of them had no room.
+        without_room: the number of the newest of them that had no room; -1 if all had.
         was_refused: whether a program that asks at base_url has been told so.
     """
 
@@ -85,7 +85,7 @@ class Model:
     max_new_tokens: int
     turns: list[Turn] = field(default_factory=list)
     calls: int = 0
-    is_over: bool = False
+    without_room: int = -1
     was_refused: bool = False
 
     async def chat(
@@ -116,7 +116,7 @@ class Model:
         number, self.calls = self.calls, self.calls + 1
         room = self.longest - len(prompt)
         if room < 1:
-            self.is_over = True
+            self.without_room = number
             raise EpisodeOverError(
                 f"{len(prompt)} tokens leave no room for a turn: ppo.max_episode_tokens is {self.longest}"
             )
@@ -172,19 +172,24 @@ class Model:
     # ---------------------------------------------------------------- the record
 
     def trajectories(self, episode: int, row: int) -> list[Trajectory]:
-        """Return what was told and said: one trajectory, or several if the episode has branches."""
+        """Return what was told and said: one trajectory, or several if the episode has branches.
+
+        The branch with the last turn comes last.
+        """
         branches: list[Trajectory] = []
         turns = sorted(self.turns, key=attrgetter("number"))
-        ended = not self.is_over and all(turn.ended for turn in turns[-1:])
+        # an episode without room may have gone on with a shorter conversation
+        ended = all(turn.ended and turn.number > self.without_room for turn in turns[-1:])
         for turn in turns:
             prompt = turn.prompt
             for branch in branches:
                 held = branch.prompt + branch.tokens
                 if prompt[: len(held)] == held:
+                    branches.remove(branch)
                     break
             else:
                 held, branch = prompt, Trajectory(prompt, [], [], [], ended, 0, episode, row)
-                branches.append(branch)
+            branches.append(branch)
             told = prompt[len(held) :]
             branch.tokens += told + turn.tokens
             branch.logps += [0.0] * len(told) + turn.logps

@@ -135,7 +135,8 @@ class PpoStage(ReferencedStage):
             ppo_policy_loss(*torch.zeros(3, 1), **policy_options(ppo))
         except ValueError as error:
             yield f"ppo: {error}"
-        if ppo.sampler and ppo.importance_cap and (ppo.top_p < 1 or ppo.top_k):
+        asks_servers = ppo.sampler and not ppo.takes_rows
+        if asks_servers and ppo.importance_cap and (ppo.top_p < 1 or ppo.top_k):
             yield (
                 "ppo.importance_cap needs the servers' probabilities among all tokens, but with ppo.top_p or ppo.top_k "
                 "they are those among the tokens that are kept; leave ppo.importance_cap out, or top_p and top_k"
