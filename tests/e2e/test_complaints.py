@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import time
 from unittest import mock
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests import rows_of
 from tests.e2e import launch
 from tests.e2e.launch import ROOT, Ranks, metrics, plant_in_losses, ranks, tiny
-from tests.harness import STUCK, full
+from tests.harness import STUCK, free_port, full
 from tests.model_folder import demo_model
 from ulysses.check.preflight import prepare
 from ulysses.check.run_folder import FIELDS, write_run_state
@@ -23,6 +24,8 @@ from ulysses.check.setting_checks import check_packages
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
 from ulysses.run.build import open_data
+from ulysses.watch import failure
+from ulysses.zero.construct import meet
 
 DATA = ROOT / "configs/demo/data"
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -181,6 +184,28 @@ def test_another_node_tells_what_only_it_lacks_and_debug_adds_the_stack_trace(pl
     sentence = r"\nerror \(node of rank 4\): data: .*none.jsonl.*\n"
     assert re.search(sentence, outcome.stderr), outcome.stderr
     assert "Traceback" in outcome.stderr
+
+
+def test_a_process_that_alone_finds_an_error_tells_it_after_it_has_let_the_first_one_speak(
+    monkeypatch, capsys
+):
+    waited = []
+    monkeypatch.setattr(failure, "sleep", waited.append)
+    for name in ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "1")
+    failure.report_config_error(ConfigError("no tokenizer"), debug=False)
+    assert waited == [failure.LAUNCHER_SECONDS]
+    assert capsys.readouterr().err == "\nerror (node of rank 1): no tokenizer\n"
+
+
+def test_a_port_that_is_in_use_is_named(monkeypatch):
+    with socket.create_server(("127.0.0.1", free_port())) as other:
+        port = other.getsockname()[1]
+        here = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in here.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(RuntimeError, match=f"^port {port} of this machine is in use"):
+            meet(5)
 
 
 @pytest.mark.parametrize("stuck", [False, True])

@@ -78,6 +78,7 @@ FAULTS = {
     "stopped in the third step": (1, signal.SIGSTOP, THIRD, IS_GONE + ", stop"),
     "asleep in the third step": (1, 0, THIRD, ASLEEP),
     "asleep in the first step": (1, 0, "step 1, forward", ASLEEP),
+    "killed at the end": (1, signal.SIGKILL, "step 4, end", IS_GONE),
     "stopped in tokenising": (1, signal.SIGSTOP, "tokenising", IS_GONE + ", stop"),
 }
 

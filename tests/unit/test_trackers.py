@@ -169,8 +169,8 @@ def test_a_tracker_changes_no_settings_and_ends_no_run(capsys):
 def test_a_run_goes_on_whose_file_a_crash_has_cut():
     """At its end, or in its middle, where another line follows the beginning of one."""
     lines = [f'{{"step": {step}, "loss": 1.0}}\n' for step in (1, 2, 3, 4)]
-    torn = lines[0] + lines[1][:15] + lines[2] + "\0\0\n" + lines[3] + lines[1][:15]
-    (FOLDER / METRICS).write_text(torn)
+    torn = lines[0] + lines[1][:15] + lines[2] + "\0\xff\n" + lines[3] + lines[1][:15]
+    (FOLDER / METRICS).write_text(torn, "latin-1")  # a byte that is no text
     log = followed(step=4)
     log.report(5, {"loss": 1.0}, due=True)
     log.close()
@@ -224,12 +224,17 @@ def test_a_file_that_cannot_be_written_is_told_once_the_run_has_saved():
 
 
 def test_a_tracker_that_does_not_start_refuses_the_run(package):
-    """Which has then dropped no line: the steps of a checkpoint that it does not continue stay."""
+    """Which has then dropped no line: the steps of a checkpoint that it does not continue stay.
+
+    A tracker that had started is told that the run has failed.
+    """
     lines = "".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in (1, 2, 3))
     (FOLDER / METRICS).write_text(lines)
     package("wandb").init.side_effect = RuntimeError("no key")
+    other = package("mlflow")
     with pytest.raises(ConfigError, match=r"run.trackers: wandb does not start .*no key"):
-        followed("wandb", step=1)
+        followed("mlflow", "wandb", step=1)
+    assert other.mock_calls[-1] == call.end_run("FAILED")
     assert (FOLDER / METRICS).read_text() == lines
 
 

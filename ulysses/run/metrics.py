@@ -27,7 +27,7 @@ METRICS = "metrics.jsonl"  # one JSON object for each logged step
 def logged(path: Path) -> list[Values]:
     """Return the lines of a metrics.jsonl that are whole; a crash may have cut some short, not only the last one."""
     lines = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         with suppress(ValueError):
             lines.append(json.loads(line))
     return lines
@@ -56,10 +56,15 @@ class MetricsLog:
             try:
                 tracker = TRACKERS[name]()() if name in TRACKERS else resolve_name(name)()
                 tracker.start(deepcopy(run))  # a copy, because trackers may change the settings
-            except DiskError:
-                raise
             # trackers are other people's code, which may also try to end the process
             except (Exception, SystemExit) as error:
+                # the services of the others would show for ever that the run goes on
+                for started in self.trackers.values():
+                    with suppress(Exception, SystemExit):
+                        started.fail()
+                        started.close()
+                if isinstance(error, DiskError):
+                    raise
                 raise ConfigError(
                     f"{name} does not start ({visible(repr(error))}); mend that, or leave it out",
                     "run.trackers",

@@ -122,13 +122,13 @@ class Samples:
         step, run_id = self.trainer.step, self.trainer.description["run"]
         board = self.log.trackers.get("tensorboard")
         lines = []
-        for prompt, answer in answered:
-            text = answer if isinstance(answer, str) else self.decode(answer)
-            texts = {"prompt": self.decode(prompt), "answer": text}
-            lines.append(json.dumps({"step": step, "run": run_id, "by": by, **texts}) + "\n")
-            if board:
-                board.writer.add_text(f"samples/{by}", "\n\n".join(texts.values()), step)
         try:
+            for prompt, answer in answered:
+                text = answer if isinstance(answer, str) else self.decode(answer)
+                texts = {"prompt": self.decode(prompt), "answer": text}
+                lines.append(json.dumps({"step": step, "run": run_id, "by": by, **texts}) + "\n")
+                if board:
+                    board.show(f"samples/{by}", "\n\n".join(texts.values()), step)
             with writing(self.path, f" at step {step}"), self.path.open("a") as file:
                 file.write("".join(lines))  # at once: a kill leaves whole lines
         except DiskError as error:

@@ -396,7 +396,11 @@ class TrainingRun:
             self.watch.stop()
             return
         self.watch.phase("end")
-        dist.barrier()
+        try:
+            dist.barrier()  # the first process may have to wait long for its trackers
+        except RuntimeError as lost:
+            self.watch.name_lost_rank(lost)
+            raise
         self.watch.stop()
         dist.barrier()  # the store stays until no process watches it any more
         end_distributed()

@@ -1,7 +1,7 @@
 """How an error is printed once, and handed to the launcher. It is imported before torch.
 
-    a configuration error    every process finds the same one; the first process of each node prints it, before torch is
-                             imported if it can: exit code 2
+    a configuration error    every process finds the same one, as a rule; the first process of each node prints it,
+                             before torch is imported if it can: exit code 2
     any other error          `report_failure` of watch.py: exit code 1
 
 A launcher ends all its processes as soon as one of them has left. So no process leaves before the error is printed.
@@ -41,10 +41,12 @@ def report_config_error(error: Exception, *, debug: bool) -> None:
     """Print a configuration error in one sentence, once on each node: another node may lack what the first one has."""
     if debug:
         traceback.print_exception(error)
-    if environment.local_rank() == 0:
-        rank = environment.rank()
-        node = f" (node of rank {rank})" if rank else ""
-        say(f"error{node}: {error}")
-    elif environment.launchers():
-        # the launcher ends this process as soon as the one that prints the error has left
+    if environment.local_rank():
+        if not environment.launchers():
+            return
+        # the launcher ends this process as soon as the one that prints the error has left; if none has, only this
+        # process found the error
         sleep(LAUNCHER_SECONDS)
+    rank = environment.rank()
+    node = f" (node of rank {rank})" if rank else ""
+    say(f"error{node}: {error}")

@@ -55,6 +55,8 @@ def main(launcher: int, seconds: float, processes: int, name: str) -> None:
             f"has ended at {place}, without a word: code that the run calls, such as a reward function, has ended or "
             "crashed the process, or it was killed"
         )
+        if processes > 1:
+            why += ", perhaps by the launcher because another process had ended"
         if not select([over], [], [], GRACE)[0] and processes > 1:
             if others_live(launcher, process):
                 return

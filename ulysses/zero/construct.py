@@ -35,7 +35,7 @@ def meet(seconds: float) -> dist.Store | None:
     Under `torchrun --max-restarts` one store serves all attempts; the keys of the store that is returned belong to this
     attempt alone. torchrun has no common number of the attempt: every agent counts its own workers' failures.
 
-    Raises RuntimeError naming the processes that have not come after so many seconds.
+    Raises RuntimeError naming the processes that have not come after so many seconds, or a port that is in use.
     """
     if dist.is_initialized():
         return common_store()
@@ -52,7 +52,12 @@ def meet(seconds: float) -> dist.Store | None:
             host, int(port), world, holds, limit / 2, wait_for_workers=False, multi_tenant=True
         )
         return dist.PrefixStore(f"ulysses/{_attempt(store, rank, world, limit)}", store)
-    except dist.DistError:
+    except dist.DistError as error:
+        if "EADDRINUSE" in str(error):
+            raise RuntimeError(
+                f"port {port} of this machine is in use, perhaps by another run; give the launcher another one "
+                "(--master_port), or set MASTER_PORT"
+            ) from None
         raise RuntimeError(
             f"rank {rank} has not met rank 0 at {address} within {seconds:.0f} s: that process has not started, is "
             "stuck, or cannot be reached"

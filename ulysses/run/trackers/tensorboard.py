@@ -22,6 +22,11 @@ class TensorBoard(Tracker):
             for name, value in finite(values).items():
                 self.writer.add_scalar(name, value, step)
 
+    def show(self, name: str, text: str, step: int) -> None:
+        """Write a text."""
+        with writing(self.folder, f" at step {step}"):
+            self.writer.add_text(name, text, step)
+
     def close(self) -> None:
         with writing(self.folder, " at the end of the run"):
             self.writer.close()
