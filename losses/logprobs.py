@@ -22,10 +22,15 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import logprobs_triton
-from .precision import at_least_float32, has_wide_products, takes_tensors, wide_product
+from .precision import (
+    at_least_float32,
+    check_first_derivative,
+    has_wide_products,
+    takes_tensors,
+    wide_product,
+)
 from .token_nll import weighted_sum
 
 IGNORE_INDEX = -100
@@ -217,8 +222,8 @@ class _WeightedNll(torch.autograd.Function):
         return logps, nll
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, _: Tensor, of_nll: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_derivative("linear_logprobs")
         # a scalar would be rounded to the gradient's dtype first
         factor = of_nll[None]
         grads = [
@@ -266,8 +271,8 @@ class _LinearLogProbs(torch.autograd.Function):
         return logps, entropy, lse.clone() if want_lse else None, mean
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
+        check_first_derivative("linear_logprobs")
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         g_logp, g_entropy, g_lse, g_mean = upstream
         tiles = _Tiles(ctx, hidden, weight, targets, ctx.temperature, ctx.tile_rows, lse)

@@ -40,6 +40,12 @@ def wide_product(
     return torch.addmm(total, left, right, out_dtype=dtype, out=total)
 
 
+def check_first_derivative(name: str) -> None:
+    """Raise RuntimeError in a backward pass whose own derivative is asked for, and would be 0 without a word."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"{name} has no second derivative; leave out create_graph=True")
+
+
 def takes_tensors(*of_any_dtype: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a loss, so that it refuses arguments that its signature calls tensors of floats and that are none.
 

@@ -17,9 +17,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from losses.precision import at_least_float32, has_wide_products, wide_product
+from losses.precision import (
+    at_least_float32,
+    check_first_derivative,
+    has_wide_products,
+    wide_product,
+)
 from ulysses.parallel.layout import Tensors
 
 
@@ -149,8 +153,8 @@ class _Node(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_derivative("this operation")
         operation, sums = ctx.operation, GradientSums(whole=True)
         to_inputs = operation.run_back(ctx.saved_tensors, grads, sums)
         return None, None, *to_inputs, *sums.of(trained(operation.tensors))

@@ -85,3 +85,12 @@ def test_values_and_gradients_are_those_without_a_checkpoint(function, reentrant
     for value in (wanted, got):
         value.square().sum().backward()
     torch.testing.assert_close([x.grad for x in again], [x.grad for x in plain])
+
+
+@pytest.mark.parametrize("function", HEAD_CASES + ATTENTION_CASES)
+def test_a_second_derivative_is_refused(function):
+    """Of a sum torch's once_differentiable let it be 0 without a word."""
+    given = HEADS if function in ATTENTION_CASES else [HIDDEN, WEIGHT]
+    inputs = [x.clone().requires_grad_() for x in given]
+    with pytest.raises(RuntimeError, match="has no second derivative; leave out create_graph"):
+        torch.autograd.grad(function(*inputs).sum(), inputs, create_graph=True)

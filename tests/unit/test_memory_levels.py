@@ -55,6 +55,14 @@ def test_bfloat16_tiles_sum_in_float32(level, config):
         assert error <= 1.01 * (whole[name].float() - exact[name]).norm(), name
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_second_derivative_of_a_layer_is_refused(level):
+    model = build(recompute=level)
+    hidden = model.model(batch()).sum()
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        hidden.backward(create_graph=True)
+
+
 @pytest.mark.parametrize("wrong", ["full", ["block", "none"]])
 def test_levels_that_are_unknown_or_too_few_are_refused(wrong):
     sentence = "one of none, keep_attention, block, or a list of one for each of the 3"

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
+from losses.precision import check_first_derivative
 from ulysses.memory.levels import Rope
 from ulysses.memory.offload import OffloadedTensors
 from ulysses.parallel.attention import Attention
@@ -106,8 +106,8 @@ class LayerNode(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_derivative("a decoder layer")
         layer, rope, plan, saved = ctx.rest
         del ctx.rest
         before_project, before_output, before_second_half = ctx.random_states

@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .dense import dense_plan
 from .exchange import HeadExchange, Parts
@@ -133,8 +132,12 @@ class AttendNode(torch.autograd.Function):
         return exchange.to_tokens(results[0])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # it would be 0 without a word
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "UlyssesAttention has no second derivative; leave out create_graph=True"
+            )
         attention, plan = ctx.attention, ctx.plan
         count = len(ctx.needs_input_grad) - 2 - HEADS
         saved = ctx.saved_tensors  # once: torch's checkpoint refuses a second reading

@@ -52,7 +52,7 @@ class SeqAllToAll4D(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
-        back = _swap_axes(grad, ctx.group, ctx.gather_idx, ctx.scatter_idx)
+        back = SeqAllToAll4D.apply(ctx.group, grad, ctx.gather_idx, ctx.scatter_idx)
         return None, back, None, None
 
 

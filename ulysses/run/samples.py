@@ -126,7 +126,9 @@ class Samples:
             for prompt, answer in answered:
                 text = answer if isinstance(answer, str) else self.decode(answer)
                 texts = {"prompt": self.decode(prompt), "answer": text}
-                lines.append(json.dumps({"step": step, "run": run_id, "by": by, **texts}) + "\n")
+                lines.append(
+                    json.dumps({"step": step, "run": run_id, "by": by, **texts}) + "\n"
+                )
                 if board:
                     board.show(f"samples/{by}", "\n\n".join(texts.values()), step)
             with writing(self.path, f" at step {step}"), self.path.open("a") as file:
