@@ -102,6 +102,8 @@ PAIR = "[user: q] [assistant: a] [assistant: b]"
 {"messages": [{"role": "user", "content": [{"type": "text", "value": "q"}]}, $bot]} => [] [user: q, assistant: a]
 {"messages": [$user, {"role": "assistant", "content": [{"type": "text", "text": "a"}]}]} => [] [user: q, assistant: a]
 {"conversations": [$human, $gpt], "system": "s"} => [] [system: s, user: q, assistant: a]
+{"messages": "[{\"role\": \"user\", \"content\": \"q\"}, {\"from\": \"gpt\", \"value\": \"a\"}]"} \
+=> [] [user: q, assistant: a]
 {"instruction": "q", "input": "more", "output": "a", "system": "s", "history": [["u", "v"]]} \
 => [] [system: s, user: u, assistant: v, user: q\nmore, assistant: a]
 {"instruction": "\n\nHuman: q\n\nAssistant: a", "output": "a"} \
@@ -282,6 +284,9 @@ def test_message_weights(read):
 {"text": "x"} => sequence => plain text, which only stage pt
 {"messages": [$user, "text"]} => sequence => message 2 is str, not an object
 {"messages": [$user, {"role": "wizard", "content": "x"}]} => sequence => message 2 has the role 'wizard'
+{"conversation": [{"input": "q", "output": "a"}]} => sequence => role None .its keys are input, output.; known roles
+{"messages": "[{'role': 'user', 'content': 'q'}]"} => sequence => messages are no list: Expecting property name
+{"messages": "{}"} => sequence => messages are no list but dict
 {"messages": [$user, {"role": "assistant"}]} => sequence => message 2 has no text content
 {"messages": [$user, {"role": "assistant", "content": [{"type": "image", "value": "x"}]}]} \
 => sequence => type 'image'; only text
@@ -433,6 +438,7 @@ def test_file_kinds_give_the_same_records(tmp_path, read_flat):
         records, _ = load(tmp_path / name, "sequence")
         assert [flat(r) for r in records] == expected, name
         assert [where[-5:] for where in places(tmp_path / name)] == ["row 1", "row 2", "row 3"]
+    refused("saved has no split 'test', only train", tmp_path / "saved", split="test")
 
 
 @pytest.mark.parametrize("name", ["b.jsonl.zst", "deep/b.csv.xz", "b.txt.bz2", "b.json.zip"])

@@ -375,6 +375,8 @@ prompt chosen rejected margin => ranked =>
 prompt completion tool_calls function_call date => sequence => function_call tool_calls
 messages system_message documents history enable_thinking => sequence => \
 documents enable_thinking history system_message
+question answer solution => sequence => solution
+question answer solution => prompt =>
 prompt completion label reasoning_content => unpaired => reasoning_content
 text documents enable_thinking => text => documents
 prompt completion tool_defs tool_schema cot => sequence => cot tool_defs tool_schema

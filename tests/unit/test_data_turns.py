@@ -113,6 +113,24 @@ def test_thinking_is_trained_as_the_row_has_it_or_the_row_is_dropped(shown, row)
     assert opened + said == (trained or answer) + "$]"
 
 
+@pytest.mark.parametrize("template", [QWEN3, CHATML])
+def test_tags_of_thinking_may_be_special_tokens(tokenizer, tmp_path, template):
+    """They are read as tags, and are the same tokens wherever they stand."""
+    tags = "<think>", "</think>"
+    special = made_tokenizer(tmp_path, (*SPECIALS, *tags))
+    said = conversation(
+        "Use <think>.", THINK.format("Of </think", "It is <think>."), "r", "Or </think>."
+    )
+    plain, found = (
+        encode_all(ChatTemplate(each, template), said, (), [1, 3], True)
+        for each in (tokenizer, special)
+    )
+    assert [one.text for one in found] == [one.text for one in plain]
+    for one in found:
+        count = sum(map(one.tokens.count, special.convert_tokens_to_ids([*tags])))
+        assert count == sum(map(one.text.count, tags)) > 0
+
+
 def test_thinking_under_a_key_may_name_the_tags_and_an_empty_key_hides_none(shown):
     said = {"reasoning_content": "The tag </think> ends."}
     (text,), _ = shown(QWEN3, [*conversation("q"), Message("assistant", "a", more=said)])

@@ -219,6 +219,7 @@ DEMO --data.train {"path":"PLACE/chats.jsonl","columns":{"chosen":"conv.best"}} 
 DEMO --data.train {"format":"text"} => path: Field required
 DEMO --data.train {"path":"PLACE/chats.jsonl","subset":"en"} => /chats.jsonl: subset and revision are read of a
 DEMO --data.eval {"path":"PLACE/chats.jsonl","revision":"v1"} => chats.jsonl: subset and revision are read of a
+DEMO --data.train PLACE/gsm8k => its README.md names the subsets main, socratic; name the folder or the files of one
 DEMO --data.stopping_strategy all_exhausted => data.stopping_strategy: no data source has a probability
 DEMO --dpo.loss_weights [0] => dpo.loss_weights are all 0; nothing would be trained
 DEMO --dpo.loss_type ["ipo","hinge"] --dpo.loss_weights [0,0] => dpo.loss_weights are all 0; nothing would be trained
@@ -366,6 +367,13 @@ def place(tmp_path_factory):
         (folder / f"{name}.py").write_text(text)
     turns = [{"role": role, "content": "hello"} for role in ("user", "assistant")]
     write_rows(folder / "empty.jsonl", [{"prompt": "q", "completion": ""}] * 2)
+    for name in ("main", "socratic"):  # a clone of a dataset with two subsets
+        (folder / "gsm8k" / name).mkdir(parents=True)
+        write_rows(folder / f"gsm8k/{name}/train.jsonl", [{"question": "q", "answer": "a"}])
+    names = "- config_name: main\n- config_name: socratic\n"
+    (folder / "gsm8k/README.md").write_text(
+        f"---\ndataset_info:\n{names}configs:\n{names}---\n"
+    )
     write_rows(folder / "chats.jsonl", [{"conv": {"messages": turns}, "messages": turns}])
     return folder
 

@@ -1,5 +1,6 @@
 """Rows of trajectories: what they become, how they are grouped, and which are refused."""
 
+import gzip
 import json
 import math
 
@@ -9,7 +10,7 @@ import pytest
 from tests import rows_of
 from tests.tiny_tokenizer import write_rows
 from ulysses.config.stage_sections import PpoSection
-from ulysses.data import BadRowError
+from ulysses.data import BadRowError, DataError
 from ulysses.data.read.sources import RawRow
 from ulysses.data.read.trajectories import read_trajectory
 from ulysses.rl.rows import TrajectoryGroups, trajectories_of, unfit_rows
@@ -95,6 +96,16 @@ def test_a_number_of_a_program_that_is_none_is_called_so():
 def test_a_row_of_another_form_is_refused(text):
     with pytest.raises(BadRowError, match="is no trajectory"):
         read(text.encode())
+
+
+def test_a_file_may_begin_with_a_byte_order_mark_and_is_read_to_its_end(tmp_path, open_sources):
+    rows = "\ufeff" + json.dumps(ROW) + "\n"
+    (tmp_path / "a.jsonl").write_text(rows)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(rows.encode())[:-4])
+    how = {"vocabulary": 10, "bad_rows": "drop"}
+    assert len(open_sources(str(tmp_path / "a.jsonl"), "trajectory", **how)) == 1
+    with pytest.raises(DataError, match="b.jsonl.gz cannot be read"):
+        open_sources(str(tmp_path / "b.jsonl.gz"), "trajectory", **how)
 
 
 def test_a_row_that_is_too_long_is_refused():

@@ -3,6 +3,7 @@
 RunInputs is what the checks hand to the run.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -37,6 +38,7 @@ from ulysses.stages.base import Stage
 ROUTERS = {"router_aux_loss_coefficient", "freeze_router"}  # settings of experts
 # Files that hold a tokenizer's vocabulary: a folder without any has no tokenizer, whatever else describes one.
 TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model")
+SUBSET = re.compile(r"^[ -]*config_name: *(.+)", re.MULTILINE)  # in a dataset's README.md
 MOST_EXAMPLES = 2**28  # of an epoch, whose order is in memory
 
 
@@ -77,6 +79,13 @@ def check_sources(config: Config) -> None:
         if (source.subset or source.revision) and not source.is_on_hub:
             raise ConfigError(
                 f"data source {source.path}: subset and revision are read of a dataset on the hub alone; remove them"
+            )
+        card = source.local_path / "README.md"
+        subsets = {*SUBSET.findall(card.read_text(errors="replace"))} if card.is_file() else ()
+        if len(subsets) > 1:
+            raise ConfigError(
+                f"data source {source.path}: its README.md names the subsets {', '.join(sorted(subsets))}; name the "
+                "folder or the files of one of them, or list those of several"
             )
     if data.stopping_strategy != "first_exhausted" and not any(s.probability for s in sources):
         raise ConfigError(

@@ -48,7 +48,7 @@ UNREAD = re.compile(
 # columns that may be a row's prompt, in the order of FORMATS
 PROMPT_COLUMNS = (*FORMATS["messages"], *FORMATS["alpaca"], *PROMPT_KEYS)
 # columns that may be its answer, or say what its messages hold already
-ANSWER_COLUMNS = (*ANSWER_KEYS, *RANKED_KEYS, *LABEL_KEYS, "chosen", "system")
+ANSWER_COLUMNS = (*ANSWER_KEYS, *RANKED_KEYS, *LABEL_KEYS, "chosen", "solution", "system")
 ANSWER_COLUMNS += FORMATS["text"] + FORMATS["messages"]
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD]")
 # numbers of ranked answers: 1 where the best has the highest number, -1 where it has the lowest

@@ -96,8 +96,7 @@ def parse_messages(value: object, row: Mapping[str, object] = {}) -> Messages:
     Args:
         row: the row of the messages, which may have lists of marks under WEIGHT_KEYS, with a mark for each message.
     """
-    if not isinstance(value, list):
-        raise BadRowError(f"messages are {type_name(value)}, not a list")
+    value = decoded(value, "messages are no list", list)
     lists = [(key, row[key]) for key in WEIGHT_KEYS if isinstance(row.get(key), list)]
     if wrong := [key for key, marks in lists if len(marks) != len(value)]:
         raise BadRowError(
@@ -137,7 +136,10 @@ def _message(item: object, marks: Iterable[tuple[str, object]], where: str) -> M
             )
     name = item.get(first_key(item, ("role", "from")))
     if str(name) not in ROLES:
-        raise BadRowError(f"{where} has the role {name!r}; known roles are {', '.join(ROLES)}")
+        raise BadRowError(
+            f"{where} has the role {name!r} (its keys are {', '.join(map(str, item))}); known roles are "
+            f"{', '.join(ROLES)}"
+        )
     content = item.get(first_key(item, ("content", "value")))
     tool_calls = decoded(item.get("tool_calls"), f"{where} has tool_calls that are not JSON")
     function_call = item.get("function_call")

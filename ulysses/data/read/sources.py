@@ -347,7 +347,9 @@ def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:
 
 def _library_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:
     rows = load_rows(path, source.subset, source.split, source.revision)
-    yield from written_rows(_split_of(source, rows) if isinstance(rows, dict) else rows)
+    if source.is_saved:
+        rows = _split_of(source, rows if isinstance(rows, dict) else {"train": rows})
+    yield from written_rows(rows)
 
 
 def _suffix(path: Path) -> str:

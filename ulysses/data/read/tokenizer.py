@@ -20,6 +20,8 @@ from ulysses.data.read.sources import safe_parts
 # that its prompt has begun. They are Unicode noncharacters, which no text meant for interchange holds.
 MARKS = OPEN, CLOSE, GUARD, BEGUN = "\ufdd0\ufdd1\ufdd2\ufdd3"
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+# Tags around thinking, which a mark inside of them hides from templates. They are the same tokens wherever they stand.
+HIDDEN_TAG = re.compile(f"(</?think){GUARD}>")
 NAMED_TEMPLATES = ("llama3", "llama3.1", "qwen2.5", "qwen3", "chatml", "plain")
 NEWLINE = re.compile(r"\s*[\r\n]")
 # settings of a tokenizer's parts with which it puts no space before a text
@@ -234,6 +236,7 @@ class TextEncoder:
         """Cut texts with weights into plain texts and the ids of the special tokens between them, BOS before all."""
         rendered = []
         for text, weight in parts:
+            text = HIDDEN_TAG.sub(r"\1>", text)
             for i, piece in enumerate(self.special_pattern.split(text)):
                 plain = unguarded(piece)
                 if i % 2 and plain:
@@ -249,6 +252,8 @@ class TextEncoder:
 
 def _broken(match: re.Match[str]) -> str:
     token = match[0].strip()
+    if token in ("<think>", "</think>"):
+        return match[0]  # templates read it, and a model writes it as its token
     return match[0].replace(token, GUARD.join(token))
 
 

@@ -57,10 +57,13 @@ def read_trajectory(
         longest: the most tokens of a row.
         note: is called with what the report should count.
 
-    Raises BadRowError for a row that cannot be trained on.
+    Raises BadRowError for a row that cannot be trained on, or the error in the place of a row.
     """
+    if isinstance(raw.value, ValueError):
+        raise raw.value
     try:
-        row = from_json(raw.value.decode()) if isinstance(raw.value, bytes) else raw.value
+        is_text = isinstance(raw.value, bytes)
+        row = from_json(raw.value.decode("utf-8-sig")) if is_text else raw.value
         row = {**row, **{ours: column_of(row, theirs) for ours, theirs in columns.items()}}
         found = TrajectoryRow.model_validate(row)
     except ValidationError as error:

@@ -68,7 +68,7 @@ from ulysses.data.serve.workers import in_order
 from ulysses.disk import digest_of
 from ulysses.progress import progress
 
-FORMAT_VERSION = 15
+FORMAT_VERSION = 16
 BAR_AFTER_SECONDS = 2.0
 ROWS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 1 << 21  # of a batch, to bound memory
 # settings of the [data] table that decide tokens, besides sources, tokenizer and template
