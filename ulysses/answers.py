@@ -171,6 +171,8 @@ def chat(trained: Trained) -> None:
     messages = []
     with suppress(EOFError):
         for line in iter(partial(input, "> "), ""):
+            # a tokenizer takes no half letters, which input of another encoding has
+            line = line.encode(errors="replace").decode()
             messages.append(Message("user", line))
             answers = trained.answers(trained.tokens(Record(messages, [])), streamer=show)
             messages.append(Message("assistant", *answers))

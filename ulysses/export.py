@@ -27,7 +27,7 @@ from models.writing import (
     stored_weights,
     write_weights,
 )
-from ulysses.check.run_folder import read_run_state
+from ulysses.check.run_folder import is_run_folder, read_run_state
 from ulysses.config.command_line import check, still_known
 from ulysses.config.section import ConfigError, absolute, existing
 from ulysses.disk import check_apart, check_empty, check_files, whole_folder, write_json
@@ -66,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not 0 <= shard_gib < math.inf:
             raise ValueError(f"--shard-gib is {shard_gib} but must be a size above 0")
         is_adapter = (existing(source) / ADAPTER_CONFIG).exists()
-        if merge and not is_adapter and (source / CONFIG).exists():
+        is_model = (source / CONFIG).exists() and not is_run_folder(source)
+        if merge and is_model and not is_adapter:
             raise ValueError(
                 f"{source.absolute()} is a model without adapters; nothing is to be merged"
             )

@@ -19,13 +19,15 @@ from ulysses.environment import rank
 
 # Libraries that warn about themselves (deprecations, untested combinations, fallbacks), not about the user's settings.
 LOGGERS = (
-    "absl", "bitsandbytes", "datasets", "filelock", "fsspec", "huggingface_hub", "matplotlib", "tensorboard",
-    "tensorflow", "torch", "transformers",
+    "absl", "bitsandbytes", "filelock", "fsspec", "matplotlib", "tensorboard", "tensorflow", "torch", "transformers",
 )  # fmt: skip
 VARIABLES = {
     "PYTHONWARNINGS": "ignore",  # for processes that this one starts
     "TOKENIZERS_PARALLELISM": "false",  # tokenizers warns when it is used before a fork
+    # these set their loggers' levels when they are imported
     "TRANSFORMERS_VERBOSITY": "error",
+    "DATASETS_VERBOSITY": "error",
+    "HF_HUB_VERBOSITY": "error",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
@@ -54,8 +56,11 @@ def explained_imports() -> Iterator[None]:
 def interruptible() -> Iterator[None]:
     """End the process with one line if Ctrl-C comes before a run handles it, which it does once it trains.
 
-    During an import the process ends at once: libraries swallow a KeyboardInterrupt there, and break later.
+    During an import the process ends at once: libraries swallow a KeyboardInterrupt there, and break later. It ends
+    without a word if whatever reads its output, such as `head`, has read enough.
     """
+    # a log file has each line at once, and a terminal may lack a letter
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
 
     def leave() -> NoReturn:
         if rank() == 0:
@@ -76,6 +81,8 @@ def interruptible() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         leave()
+    except BrokenPipeError:
+        os._exit(128 + signal.SIGPIPE)
 
 
 def quiet() -> None:

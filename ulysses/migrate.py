@@ -53,13 +53,14 @@ def main(arguments: list[str] | None = None) -> int:
         theirs = read_settings(file)
         if asked.stage:
             theirs["stage"] = asked.stage
-        print(SECRETS.sub("***", translate(theirs, file, asked.gpus)))
+        translation = translate(theirs, file, asked.gpus)
     except Exception as error:  # a value of a wrong kind may fail anywhere
         reason = str(error)
         if not isinstance(error, ConfigError):
             reason = f"it cannot be read, or holds a value of a wrong kind: {' '.join(reason.split())}"
         print(f"error: {asked.file}: {reason}", file=sys.stderr)
         return 2
+    print(SECRETS.sub("***", translation))
     return 0
 
 

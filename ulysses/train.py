@@ -71,6 +71,8 @@ def main(arguments: list[str]) -> int:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and not hasattr(error, "__notes__"):
             raise
+        if isinstance(error, BrokenPipeError) and only_looks:
+            raise
         report_failure(error, debug=debug)
         return 1
 
@@ -79,7 +81,6 @@ def start(arguments: list[str]) -> NoReturn:
     """Run `main` and end the process with its exit code."""
     # the user's own modules, such as PPO's reward function, come after the engine's
     sys.path.append(os.getcwd())
-    sys.stdout.reconfigure(line_buffering=True)  # a log file has each line at once
     with interruptible():
         code = main(arguments)
     sys.stdout.flush()

@@ -100,7 +100,9 @@ def test_answers_are_those_of_transformers(place, tmp_path, monkeypatch, capsys)
         assert row["response"] == tokenizer.decode(said, skip_special_tokens=True)
         assert row["messages"] == chat and row["id"] == QUESTIONS.index(question)
     capsys.readouterr()
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTIONS[0]}\n{QUESTIONS[1]}\n\nnot read"))
+    monkeypatch.setattr(
+        "sys.stdin", io.StringIO(f"{QUESTIONS[0]}\n{QUESTIONS[1]}\udcff\n\nnot read")
+    )
     assert main(["chat", given[0], "--tokens", "6", "--greedy"]) == 0
     first, *_ = lines(tmp_path / "out.jsonl")
     shown = capsys.readouterr().out

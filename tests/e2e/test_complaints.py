@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 from unittest import mock
@@ -18,11 +19,13 @@ from tests.e2e import launch
 from tests.e2e.launch import ROOT, Ranks, metrics, plant_in_losses, ranks, tiny
 from tests.harness import STUCK, free_port, full
 from tests.model_folder import demo_model
+from tests.tiny_tokenizer import write_rows
 from ulysses.check.preflight import prepare
 from ulysses.check.run_folder import FIELDS, write_run_state
 from ulysses.check.setting_checks import check_packages
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
+from ulysses.disk import write_json
 from ulysses.run.build import open_data
 from ulysses.watch import failure
 from ulysses.zero.construct import meet
@@ -240,3 +243,28 @@ def test_another_release_of_deepspeed_is_refused_in_one_sentence():
     with mock.patch("importlib.util.find_spec", return_value=None):
         assert re.match("the package deepspeed is not installed", [*check_packages(config)][-1])
     assert re.fullmatch(r"deepspeed 9\.9\.9 is installed, .*; install deepspeed [\d.]+", text)
+
+
+@pytest.mark.parametrize("command", ["inspect", "migrate"])
+def test_what_is_read_no_more_and_letters_that_a_terminal_lacks_end_nothing_in_a_stack_trace(
+    command, tmp_path
+):
+    row = {
+        "messages": [{"role": "user", "content": "é"}, {"role": "assistant", "content": "a"}]
+    }
+    write_rows(tmp_path / "é.jsonl", [row])
+    trl = {"model_name_or_path": "é", "dataset_name": "a", "save_only_model": True, "beta": 0.2}
+    write_json(tmp_path / "dpo.json", trl)
+    rest = ["--stage", "dpo", tmp_path / "dpo.json"]
+    if command == "inspect":
+        rest = tiny("sft", tmp_path / "run", f"--data.train {tmp_path}/é.jsonl --run.steps 1")
+    line = [sys.executable, "-m", "ulysses.cli", command, *map(str, rest)]
+    env = launch.environment() | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(line, env=env, capture_output=True, text=True, encoding="ascii")
+    assert done.returncode == 0 and r"\xe9" in done.stdout, done.stderr
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(line, env=env, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.returncode == 128 + signal.SIGPIPE
+    assert done.stderr == "loading the libraries ...\n"

@@ -139,6 +139,7 @@ def test_a_checkpoint_of_a_merged_adapter_is_not_continued_on_its_base(adapter, 
 # what is exported and where to, the current folder being TMP/models, and what is said
 COMPLAINTS = """
 RUN => TMP/out => is not a complete checkpoint
+--merge RUN => TMP/out => is not a complete checkpoint
 CHECKPOINT => RUN/metrics.jsonl/out => metrics.jsonl
 CHECKPOINT => RUN/checkpoints => checkpoints holds step-2, but an export needs a new or empty folder
 CHECKPOINT => CHECKPOINT => step-2 holds rank-
@@ -163,7 +164,7 @@ def test_export_complains_in_one_sentence(run, tmp_path, capsys, monkeypatch):
         for name, place in places.items():
             row = [cell.replace(name, str(place)) for cell in row]
         source, out, complaint = row
-        assert main([source, out]) == 2
+        assert main([*source.split(), out]) == 2
         said = capsys.readouterr().err
         assert said.startswith("error: ") and complaint in said and len(said.splitlines()) == 1
     assert not (tmp_path / "out").exists() and (models / "other/weights").read_text() == "x"

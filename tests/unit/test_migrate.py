@@ -937,6 +937,7 @@ UNKNOWN = {
     "disable_shuffling: true": "every epoch is shuffled here",
     "learning_rate: .nan": "optimizer.lr is nan, which is not a finite number",
     "train_type: lora": "train_type is a setting of ms-swift, whose files are not translated",
+    "use_remove_padding: true\ntrainer: {}": "use_remove_padding is a setting of verl, whose files are not translated",
     "datasets: [{path: a/b, type: alpaca}]": "type = alpaca has no counterpart here; it writes",
     "datasets: [{path: a/b, split: 'train[:9%]'}]": "write max_examples for a part of a split",
     "dataset: []": "this file names no training data, so it does not train",
