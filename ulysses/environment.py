@@ -53,7 +53,7 @@ def complete() -> None:
         raise RuntimeError(
             f"WORLD_SIZE is {world_size()} but RANK is not set; start every process with its rank, as torchrun does"
         )
-    alone = {
+    defaults = {
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
@@ -62,7 +62,7 @@ def complete() -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
     }
-    preset(alone)
+    preset(defaults)
 
 
 def preset(variables: Mapping[str, str]) -> None:

@@ -71,21 +71,21 @@ def check_folders(
         tokenizer_path: where its tokenizer is.
     """
     output, data = config.output, config.data
-    read = []
+    places = []  # what the run reads, each with the setting that names it
     for setting, sources in (("data.train", data.train), ("data.eval", data.eval)):
-        read += [(setting, s.local_path) for s in parse_sources(sources) if not s.is_on_hub]
-    read.append(("data.cache", Path(data.cache)))
+        places += [(setting, s.local_path) for s in parse_sources(sources) if not s.is_on_hub]
+    places.append(("data.cache", Path(data.cache)))
     if folder:
-        read.append((TRAINED_MODEL, folder))
+        places.append((TRAINED_MODEL, folder))
     for setting, model in {TRAINED_MODEL: weights, **others}.items():
-        read += [(setting, folder) for folder in {path.parent for path in model.paths}]
-    read.append(("model.tokenizer", tokenizer_path))
+        places += [(setting, parent) for parent in {path.parent for path in model.paths}]
+    places.append(("model.tokenizer", tokenizer_path))
     parts = [output / name for name in ("checkpoints", "tokenizer", "export")]
     for part in (output, *parts):
-        check_apart("run.output", part, read)
+        check_apart("run.output", part, places)
     if config.ppo.sampler:
         taken = (("a folder of run.output", part) for part in parts)
-        check_apart("ppo.sampler_folder", config.sampler_folder, [*read, *taken])
+        check_apart("ppo.sampler_folder", config.sampler_folder, [*places, *taken])
         if not (lies_in(config.sampler_folder, output) or _has_served(config)):
             check_empty(config.sampler_folder, "ppo.sampler_folder")
     has_begun = output.is_dir() and {*os.listdir(output)} <= BEFORE_CONFIG
