@@ -158,7 +158,7 @@ def run_question(
     is_sampled = requirements.longest_example > config.data.max_length
     if train:
         loader = StepLoader(
-            stage.grouped(train) if stage.grouped else train,
+            stage.groups_of(train),
             requirements.examples_per_load,
             tokens_per_microbatch=0,
             seed=config.run.seed,
@@ -196,9 +196,10 @@ def planned_step(
     every answer.
     """
     requirements = stage.requirements
-    if stage.grouped:  # the first minibatch is as large as any
-        groups = requirements.examples_per_step // requirements.rollout.answers
-        lengths, prefixes = stage.grouped(data).sizes(indices[:groups])
+    groups = stage.groups_of(data)
+    if groups is not data:  # the first minibatch is as large as any
+        count = requirements.examples_per_step // requirements.rollout.answers
+        lengths, prefixes = groups.sizes(indices[:count])
     else:
         lengths, prefixes = data.sequence_lengths[indices], data.prefix_lengths[indices]
     if (stage.trained_type or stage.dataset_type) == "prompt":

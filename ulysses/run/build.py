@@ -78,10 +78,8 @@ def step_loader(
     # "auto" was chosen by the training data; other data may have longer examples
     if config.batch.tokens_per_microbatch == "auto":
         tokens_per_microbatch = max(tokens_per_microbatch, int(dataset.lengths.max()))
-    if inputs.stage.grouped:
-        dataset = inputs.stage.grouped(dataset)
     return StepLoader(
-        dataset,
+        inputs.stage.groups_of(dataset),
         inputs.stage.requirements.examples_per_load,
         tokens_per_microbatch=tokens_per_microbatch,
         seed=config.run.seed,
