@@ -92,7 +92,7 @@ def launchers() -> int:
     """Return how many processes of a launcher are above this one: one of torchrun, or two of deepspeed."""
     if "CROSS_SIZE" in os.environ:
         return 2
-    return int("TORCHELASTIC_RUN_ID" in os.environ)
+    return 1 if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
 
 def agent_holds_store() -> bool:
