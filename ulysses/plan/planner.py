@@ -171,7 +171,7 @@ def run_question(
         if auto:
             tokens = int(data.lengths.max()) if data and not is_sampled else longest
         if data:
-            steps = [planned_step(stage, shape, data, each) for each in chosen]
+            steps = [planned_step(stage, shape, data, indices) for indices in chosen]
         else:
             whole = min(longest, tokens)
             count = requirements.examples_per_step
@@ -238,7 +238,8 @@ def candidates(question: Question) -> Iterator[Plan]:
             yield plan
             if q.offload != "none" and level != "none":
                 room = q.machine.host_budget - predict(plan).host
-                most = sum(x <= room for x in accumulate(plan.kept))
+                sums = accumulate(plan.kept)  # of the first layers
+                most = len([taken for taken in sums if taken <= room])
                 for away in range(1, most + 1):
                     yield plan._replace(offloaded_layers=away)
             faster = level

@@ -182,7 +182,9 @@ def layer_memory(plan: Plan) -> LayerMemory:
     The first layers' activations wait longest for their backward pass, so they leave the GPU first.
     """
     away = plan.offloaded_layers
-    offloader = Offloader("cuda" if torch.cuda.is_available() else "cpu") if away else None
+    offloader = None
+    if away:
+        offloader = Offloader("cuda" if torch.cuda.is_available() else "cpu")
     return LayerMemory(
         plan.levels, offloader=offloader, offloaded_layers=away, graphs=plan.graphs
     )
