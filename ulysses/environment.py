@@ -53,7 +53,7 @@ def complete() -> None:
         raise RuntimeError(
             f"WORLD_SIZE is {world_size()} but RANK is not set; start every process with its rank, as torchrun does"
         )
-    alone = {
+    defaults = {
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
@@ -62,7 +62,7 @@ def complete() -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
     }
-    preset(alone)
+    preset(defaults)
 
 
 def preset(variables: Mapping[str, str]) -> None:
@@ -92,7 +92,7 @@ def launchers() -> int:
     """Return how many processes of a launcher are above this one: one of torchrun, or two of deepspeed."""
     if "CROSS_SIZE" in os.environ:
         return 2
-    return int("TORCHELASTIC_RUN_ID" in os.environ)
+    return 1 if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
 
 def agent_holds_store() -> bool:

@@ -58,7 +58,7 @@ class RunInputs:
     attention: str  # the name by which the layers choose their kernel
     kernel: KernelChoice
     resume_from: Path | None
-    disk_warning: str
+    disk_warning: str = ""
 
     @property
     def config(self) -> Config:

@@ -64,7 +64,6 @@ def prepare(
     weights = kernel = resume_from = None
     attention = model.attention
     other_weights = {}
-    disk_warning = ""
     errors = []
 
     # ---------------------------------------------------------------- files, each of which may be absent
@@ -136,15 +135,7 @@ def prepare(
             shape, weights = initial_weights(
                 stage, shape, tokenizer, template, folder, tokenizer_path
             )
-        if weights:
-            with collecting(errors):
-                check_folders(
-                    config, folder, tokenizer_path, weights, other_weights, resume_from
-                )
-        with collecting(errors):
-            disk_warning = check_disk(stage, shape, resume_from)
-        refuse(errors, findings)
-    return RunInputs(
+    inputs = RunInputs(
         stage=stage,
         shape=shape,
         folder=folder,
@@ -156,8 +147,15 @@ def prepare(
         attention=attention,
         kernel=kernel,
         resume_from=resume_from,
-        disk_warning=disk_warning,
     )
+    if not findings:
+        if weights:
+            with collecting(errors):
+                check_folders(inputs)
+        with collecting(errors):
+            inputs = replace(inputs, disk_warning=check_disk(inputs))
+        refuse(errors, findings)
+    return inputs
 
 
 def remarks(inputs: RunInputs, loader: StepLoader) -> Iterator[str]:

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from secrets import token_hex
@@ -18,8 +17,6 @@ from typing import TypedDict
 import torch
 import torch.distributed as dist
 
-from models.arch import ModelConfig
-from models.initial_weights import InitialWeights
 from ulysses import environment
 from ulysses.check.input_files import RunInputs
 from ulysses.config.schema import Config, RunSection
@@ -41,7 +38,6 @@ from ulysses.disk import (
 from ulysses.environment import NODE
 from ulysses.parallel.mesh import gather
 from ulysses.plan.planner import planner_model
-from ulysses.stages.base import Stage
 
 FORMAT = 6
 FIELDS = {"step", "files", "config", "shape", "policies", "inputs"}  # of run.json, at least
@@ -56,36 +52,25 @@ BEGINNING = re.compile(rb'\{\s*"stage": ')  # of a run's config.json
 # ---------------------------------------------------------------- the folder
 
 
-def check_folders(
-    config: Config,
-    folder: Path | None,
-    tokenizer_path: Path,
-    weights: InitialWeights,
-    others: Mapping[str, InitialWeights],
-    resume_from: Path | None,
-) -> None:
-    """Refuse an output folder that is neither new, empty nor a run's own, or that overlaps with what the run reads.
-
-    Args:
-        folder: of the trained model.
-        tokenizer_path: where its tokenizer is.
-    """
+def check_folders(inputs: RunInputs) -> None:
+    """Refuse an output folder that is neither new, empty nor a run's own, or that overlaps with what the run reads."""
+    config = inputs.config
     output, data = config.output, config.data
-    read = []
+    places = []  # what the run reads, each with the setting that names it
     for setting, sources in (("data.train", data.train), ("data.eval", data.eval)):
-        read += [(setting, s.local_path) for s in parse_sources(sources) if not s.is_on_hub]
-    read.append(("data.cache", Path(data.cache)))
-    if folder:
-        read.append((TRAINED_MODEL, folder))
-    for setting, model in {TRAINED_MODEL: weights, **others}.items():
-        read += [(setting, folder) for folder in {path.parent for path in model.paths}]
-    read.append(("model.tokenizer", tokenizer_path))
+        places += [(setting, s.local_path) for s in parse_sources(sources) if not s.is_on_hub]
+    places.append(("data.cache", Path(data.cache)))
+    if inputs.folder:
+        places.append((TRAINED_MODEL, inputs.folder))
+    for setting, weights in {TRAINED_MODEL: inputs.weights, **inputs.others}.items():
+        places += [(setting, folder) for folder in {path.parent for path in weights.paths}]
+    places.append(("model.tokenizer", inputs.tokenizer_path))
     parts = [output / name for name in ("checkpoints", "tokenizer", "export")]
     for part in (output, *parts):
-        check_apart("run.output", part, read)
+        check_apart("run.output", part, places)
     if config.ppo.sampler:
         taken = (("a folder of run.output", part) for part in parts)
-        check_apart("ppo.sampler_folder", config.sampler_folder, [*read, *taken])
+        check_apart("ppo.sampler_folder", config.sampler_folder, [*places, *taken])
         if not (lies_in(config.sampler_folder, output) or _has_served(config)):
             check_empty(config.sampler_folder, "ppo.sampler_folder")
     has_begun = output.is_dir() and {*os.listdir(output)} <= BEFORE_CONFIG
@@ -95,7 +80,7 @@ def check_folders(
         has_begun = has_begun or bool(saved_checkpoints(output / "checkpoints"))
     if not has_begun and not is_run_folder(output):
         check_empty(output, "run.output")
-    if config.run.export and resume_from is None:
+    if config.run.export and inputs.resume_from is None:
         check_empty(output / "export", "the run's export")
     for around in output.parents:
         if is_run_folder(around) or around in saved_checkpoints(around.parent):
@@ -119,13 +104,13 @@ def is_run_folder(folder: Path) -> bool:
     return False
 
 
-def check_disk(stage: Stage, shape: ModelConfig, resume_from: Path | None) -> str:
+def check_disk(inputs: RunInputs) -> str:
     """Refuse a disk that cannot hold the export and the checkpoints that are saved by step.
 
     Return a warning if it cannot hold the checkpoints of run.save_minutes, which a short run never saves. What the run
     folder holds already counts as free, because new checkpoints take its place.
     """
-    config = stage.config
+    config = inputs.config
     run, output = config.run, config.output
     nearest = next(folder for folder in (output, *output.parents) if folder.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
@@ -138,14 +123,14 @@ def check_disk(stage: Stage, shape: ModelConfig, resume_from: Path | None) -> st
         for file in (output / name).rglob("*"):
             with suppress(OSError):
                 free += file.lstat().st_size
-    trained = planner_model(stage, shape).trained
+    trained = planner_model(inputs.stage, inputs.shape).trained
     export = trained * getattr(torch, config.export_dtype).itemsize if run.export else 0
     checkpoints = {}  # how many a setting makes
     if run.save_every:
         checkpoints["run.save_every"] = 2 + (run.keep or run.steps // run.save_every)
     elif run.save_last:
         # a run that continues a checkpoint keeps it until the last one is written
-        checkpoints["run.save_last"] = 2 if resume_from else 1
+        checkpoints["run.save_last"] = 2 if inputs.resume_from else 1
     else:  # the export must fit in any case
         checkpoints["run.save_last"] = 0
     if run.save_minutes:

@@ -35,6 +35,7 @@ LEARNING_RATES = {
 # A server's address. Credentials behind its path match too: they are refused with those of all settings.
 ADDRESS = r"^(vllm|sglang)\+https?://[^/\s]+/?([?#;].*)?$|^rows$"
 ONE_OR_MORE = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+# names in a list weigh 1, and one that stands there twice weighs 2
 WEIGHED = BeforeValidator(
     lambda value: Counter(map(str, value)) if isinstance(value, list) else value
 )

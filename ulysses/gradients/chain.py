@@ -39,7 +39,7 @@ class GradientPolicyChain:
             report |= policy.apply(gradients, context)
             if context.skip or context.stop:
                 break
-        skipped = context.skip is not None
+        skipped = 0 if context.skip is None else 1
         self.skipped_total += skipped
         return report | {
             "grad/lr_scale": context.lr_scale,

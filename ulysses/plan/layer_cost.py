@@ -75,7 +75,7 @@ class LayerCost(NamedTuple):
         # the feed-forward's last product, a third of it, is repeated for adapters only
         if is_full:
             again -= (self.active - self.mixer) / 3
-        return again, int(level == "block")
+        return again, 1 if level == "block" else 0
 
     def backward_bytes(self, level: str, rows: int, size: int, model: "PlannedModel") -> float:
         """Return the bytes that a level's backward holds, the layer's own gradients among them."""

@@ -158,7 +158,7 @@ def run_question(
     is_sampled = requirements.longest_example > config.data.max_length
     if train:
         loader = StepLoader(
-            stage.grouped(train) if stage.grouped else train,
+            stage.groups_of(train),
             requirements.examples_per_load,
             tokens_per_microbatch=0,
             seed=config.run.seed,
@@ -171,7 +171,7 @@ def run_question(
         if auto:
             tokens = int(data.lengths.max()) if data and not is_sampled else longest
         if data:
-            steps = [planned_step(stage, shape, data, each) for each in chosen]
+            steps = [planned_step(stage, shape, data, indices) for indices in chosen]
         else:
             whole = min(longest, tokens)
             count = requirements.examples_per_step
@@ -196,9 +196,10 @@ def planned_step(
     every answer.
     """
     requirements = stage.requirements
-    if stage.grouped:  # the first minibatch is as large as any
-        groups = requirements.examples_per_step // requirements.rollout.answers
-        lengths, prefixes = stage.grouped(data).sizes(indices[:groups])
+    groups = stage.groups_of(data)
+    if groups is not data:  # the first minibatch is as large as any
+        count = requirements.examples_per_step // requirements.rollout.answers
+        lengths, prefixes = groups.sizes(indices[:count])
     else:
         lengths, prefixes = data.sequence_lengths[indices], data.prefix_lengths[indices]
     if (stage.trained_type or stage.dataset_type) == "prompt":
@@ -237,7 +238,8 @@ def candidates(question: Question) -> Iterator[Plan]:
             yield plan
             if q.offload != "none" and level != "none":
                 room = q.machine.host_budget - predict(plan).host
-                most = sum(x <= room for x in accumulate(plan.kept))
+                sums = accumulate(plan.kept)  # of the first layers
+                most = len([taken for taken in sums if taken <= room])
                 for away in range(1, most + 1):
                     yield plan._replace(offloaded_layers=away)
             faster = level

@@ -166,13 +166,12 @@ class PpoStage(ReferencedStage):
             groups = len({*train.columns["prompt_id"].tolist()}) if len(train) > 1 else 0
             yield from filter(None, [unfit_rows(groups, train.columns["given"], self.table)])
 
-    @property
-    def grouped(self) -> Callable | None:
+    def groups_of(self, data: TokenizedDataset) -> TokenizedDataset:
         if not self.table.takes_rows:
-            return None
+            return data
         from ulysses.rl.rows import TrajectoryGroups
 
-        return TrajectoryGroups
+        return TrajectoryGroups(data)
 
     @property
     def needs_reference(self) -> bool:

@@ -78,10 +78,8 @@ def step_loader(
     # "auto" was chosen by the training data; other data may have longer examples
     if config.batch.tokens_per_microbatch == "auto":
         tokens_per_microbatch = max(tokens_per_microbatch, int(dataset.lengths.max()))
-    if inputs.stage.grouped:
-        dataset = inputs.stage.grouped(dataset)
     return StepLoader(
-        dataset,
+        inputs.stage.groups_of(dataset),
         inputs.stage.requirements.examples_per_load,
         tokens_per_microbatch=tokens_per_microbatch,
         seed=config.run.seed,
@@ -184,7 +182,9 @@ def layer_memory(plan: Plan) -> LayerMemory:
     The first layers' activations wait longest for their backward pass, so they leave the GPU first.
     """
     away = plan.offloaded_layers
-    offloader = Offloader("cuda" if torch.cuda.is_available() else "cpu") if away else None
+    offloader = None
+    if away:
+        offloader = Offloader("cuda" if torch.cuda.is_available() else "cpu")
     return LayerMemory(
         plan.levels, offloader=offloader, offloaded_layers=away, graphs=plan.graphs
     )

@@ -82,14 +82,15 @@ def learn(trainer: Trainer, rows: Sequence[Mapping[str, object]]) -> Metrics:
             f"the run has ended at step {trainer.step}, because eval/loss was not below that of step {trainer.best[0]} "
             f"in {trainer.run.patience} evaluations (run.patience)"
         )
-    left = trainer.total_steps - trainer.step - -trainer.step % per_rollout
+    rest = -trainer.step % per_rollout  # steps of a rollout that a checkpoint has left
+    left = trainer.total_steps - trainer.step - rest
     if len(groups) < stage.table.minibatches or left < per_rollout:
         raise ValueError(
             f"there are {len(groups)} groups for {stage.table.minibatches} minibatches, and run.steps leaves "
             f"{max(0, left)} steps for the {per_rollout} of a rollout"
         )
     trajectories = trajectories_of(groups.values(), maker.sampler.options.stop_tokens)
-    check_fits(max(len(one.whole) for one in trajectories), maker.parts.tokens_per_microbatch)
+    check_fits(max(len(t.whole) for t in trajectories), maker.parts.tokens_per_microbatch)
     finish_rollout(trainer)
     maker.rollout = maker.made_of(trainer.step // per_rollout, trajectories)
     take_steps(trainer, per_rollout)

@@ -64,12 +64,14 @@ class Routers:
         dist.all_reduce(counts)
         busiest = counts.amax(1) / counts.mean(1).clamp(min=1e-9)
         idle = (counts == 0).sum(1)
-        first = dist.get_rank() == 0
+        share = (
+            1 if dist.get_rank() == 0 else 0
+        )  # all ranks know these numbers, which count once
         layers = enumerate(self.config.layers)
         numbers = [number for number, kind in layers if kind.feed_forward == "experts"]
         for i, number in enumerate(numbers):
-            metrics.add(f"experts/busiest/{number}", busiest[i] * first)
-            metrics.add(f"experts/idle/{number}", idle[i] * first)
+            metrics.add(f"experts/busiest/{number}", busiest[i] * share)
+            metrics.add(f"experts/idle/{number}", idle[i] * share)
         if self.shares is not None and self.coefficient:
             loss = torch.dot(self.shares, self.record.probabilities)
             metrics.add("aux_loss", loss)

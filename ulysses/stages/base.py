@@ -4,7 +4,7 @@ A stage's file holds its checks, its requirements, its losses and its constructi
 ulysses/config/stage_sections.py. Other files get the stage from ulysses/options.py, and never ask for its name.
 
 before the run     check, unread, check_tokenizer, check_data, requirements, exported_config
-construction       build, extend_data, show_rollouts, total_steps
+construction       build, extend_data, groups_of, show_rollouts, total_steps
 every step         read, before_step, normalisers, losses, finalise_metrics, after_step; at the first check_first_step;
                    trained_examples, if it fails
 now and then       evaluate; save and load, of a stage with a state of its own
@@ -229,8 +229,6 @@ class Stage:
     name: ClassVar[str]  # of the stage and of its table
     dataset_type: ClassVar[str]  # text, sequence, pair, ranked, unpaired, prompt or trajectory
     trained_type: ClassVar[str] = ""  # of the training data alone, if it differs
-    # where steps take groups of examples: makes the groups of a dataset
-    grouped: ClassVar[Callable[[TokenizedDataset], TokenizedDataset] | None] = None
     # reasons why settings are not read in the stage's mode, each with the beginnings of those settings' names
     unread: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     reward: ClassVar[bool] = False  # whether a RewardModel is trained
@@ -282,6 +280,10 @@ class Stage:
 
     def extend_data(self, parts: RunParts, data: TokenizedDataset) -> TokenizedDataset:
         """Return training or held-out data with further columns that the losses need; all ranks call it together."""
+        return data
+
+    def groups_of(self, data: TokenizedDataset) -> TokenizedDataset:
+        """Return what steps take: the examples of training data or, with the face of a dataset, groups of them."""
         return data
 
     def build(self, parts: RunParts) -> Self:

@@ -75,13 +75,13 @@ class ReferencedStage(Stage):
             "reference",
             f"{self.name}.reference",
             path="" if reference in self.reference_words else reference,
-            passes=1.0 + ahead,
+            passes=2.0 if ahead else 1.0,
             shares_weights=reference == "live" and lora.rank > 0 and not lora.train,
         )
         models = (model,) if self.needs_reference else ()
         # backward computes the logits again, for the gradient of the log-probabilities
         return super().requirements._replace(
-            extra_forwards=float(ahead), models=models, logit_bytes=12
+            extra_forwards=1.0 if ahead else 0.0, models=models, logit_bytes=12
         )
 
     # ---------------------------------------------------------------- construction

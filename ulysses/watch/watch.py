@@ -137,7 +137,8 @@ class Watch:
 
     def phase(self, name: str, step: int | None = None) -> None:
         """Note that something else begins."""
-        self._step = self._step if step is None else step
+        if step is not None:
+            self._step = step
         self.place = f"step {self._step}, {name}" if self._step else name
         self.phases += 1
         self._tell_watchdog(self.place)  # at once: a crash leaves no time for it
@@ -292,7 +293,9 @@ class Watch:
             # a beat that was there before keeps the time at which it was first read
             before = self._beats
             now = monotonic()
-            self._beats = {x: before.get(x) or Beat(*json.loads(x), now) for x in texts}
+            self._beats = {
+                text: before.get(text) or Beat(*json.loads(text), now) for text in texts
+            }
             _, _, reason = read(REASON).partition(" ")
             self._answered, self._broken = monotonic(), False
         except Exception:

@@ -105,7 +105,7 @@ class TrainedEngine(ZeroEngine):
         device = torch.device("cpu") if offload_optimizer else self.device
         self.sub_groups = [*sub_groups(groups, settings.sub_group_size, device)]
         names = {p: name for name, p in model.named_parameters()}
-        self.slices = [s for one in self.sub_groups for s in one.slices(names)]
+        self.slices = [s for sub_group in self.sub_groups for s in sub_group.slices(names)]
         reduction: Callable[..., GradientReduction] = GradientReduction
         if dist.get_world_size() > 1:
             reduction = partial(AveragedReduction, between=reduce_between)
@@ -172,7 +172,7 @@ class TrainedEngine(ZeroEngine):
         """Give all memory back; nothing of the engine may be used afterwards."""
         self.reduction.close()
         super().destroy()
-        free([[one.master, one.moments] for one in self.sub_groups])
+        free([[group.master, group.moments] for group in self.sub_groups])
 
 
 def sub_groups(

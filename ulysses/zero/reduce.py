@@ -137,7 +137,8 @@ class GradientReduction:
             grad, s.parameter.grad = s.parameter.grad, None
             if grad is not None:
                 taken.append((s, grad.reshape(-1)))
-        with self._own_stream(taken) if self._works_aside else nullcontext():
+        stream = self._own_stream(taken) if self._works_aside else nullcontext()
+        with stream:
             self._receive(taken, last)
 
     @contextmanager

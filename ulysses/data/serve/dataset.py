@@ -96,6 +96,7 @@ class TokenizedDataset:
         )
         self._counts = arrays["_counts"]
         self._ends = self._counts.cumsum()
+        # tables with a row for each example, which its sequences fill from the left
         exists = np.arange(self._counts.max()) < self._counts[:, None]
         self.sequence_lengths, self.prefix_lengths = np.zeros((2, *exists.shape), np.int64)
         self.sequence_lengths[exists] = counted

@@ -105,7 +105,7 @@ class Tokenising:
     def __post_init__(self) -> None:
         template, settings = self.template, self.settings
         self.cache = Path(settings.cache)
-        self.sources = [pinned(each) if each.is_on_hub else each for each in self.sources]
+        self.sources = [pinned(s) if s.is_on_hub else s for s in self.sources]
         for source in self.sources:
             if template and self.kind != "trajectory":
                 setting = f"chat_template_kwargs of {source.path}"
@@ -219,7 +219,8 @@ class Tokenising:
         if self.kind == "text":
             return encoded, report
         names = encoded[0] if encoded else ()
-        return {name: np.hstack([each[name] for each in encoded]) for name in names}, report
+        columns = {name: np.hstack([example[name] for example in encoded]) for name in names}
+        return columns, report
 
     def _document_parts(self, row: RawRow, text: str) -> list[Part]:
         """Tokenise a document, or the part of one that a row holds; a long one in parts, to bound memory."""

@@ -47,7 +47,8 @@ def in_order(
         if not gc.get_freeze_count():  # a caller's own freeze stays
             gc.freeze()
             frozen.callback(gc.unfreeze)
-        yield from map(function, islice(batches, BATCHES_AT_FIRST if workers > 1 else None))
+        here = BATCHES_AT_FIRST if workers > 1 else None  # all of them
+        yield from map(function, islice(batches, here))
         yield from _in_processes(function, batches, workers)
 
 
