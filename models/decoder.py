@@ -137,7 +137,7 @@ class VocabularyHead(nn.Module):
     mean_logit, temperature, loss_weights) are those of linear_logprobs.
     """
 
-    def __init__(self, config: ModelConfig, tied: nn.Parameter | None = None) -> None:
+    def __init__(self, config: ModelConfig, tied: nn.Parameter | None) -> None:
         super().__init__()
         size = config.vocab_size, config.hidden_size
         self.weight = nn.Parameter(torch.empty(size)) if tied is None else tied

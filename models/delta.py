@@ -19,7 +19,7 @@ from models.families import Delta
 from models.modules import Float32Parameter, Linear, Norm, RMSNorm, Uninitialised
 from models.ops import delta_kernels, delta_rule
 from models.ops.gated_mlp import Activation
-from models.ops.linear import Matrix, Products, recorded
+from models.ops.linear import Matrix, Products, recorded, trained
 from models.ops.norm import NormRule
 from ulysses.memory.levels import Rope
 from ulysses.parallel.attention import Exchange, UlyssesAttention, head_exchange
@@ -72,8 +72,7 @@ class LinearAttention:
         leaves = [x.detach().requires_grad_() for x in shards]
         with torch.enable_grad():
             (out,) = self.attend_forward(leaves, plan, *parameters)
-        trained = [p for p in parameters if p.requires_grad]
-        grads = torch.autograd.grad(out, (*leaves, *trained), grad)
+        grads = torch.autograd.grad(out, (*leaves, *trained(parameters)), grad)
         return grads[: len(shards)], grads[len(shards) :]
 
     def kernels(self, rows: Tensor) -> ModuleType:

@@ -55,7 +55,7 @@ class StoredTensor(NamedTuple):
             return self.read_from(file, start, stop, device)
 
     def read_from(
-        self, file: safe_open, start: int, stop: int, device: torch.device | str = "cpu"
+        self, file: safe_open, start: int, stop: int, device: torch.device | str
     ) -> Tensor:
         """Do what `read` does, with the tensor's file open."""
         part = file.get_tensor(self.name).view(-1)[start:stop]

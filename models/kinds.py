@@ -9,7 +9,7 @@ from models.arch import ModelConfig
 from models.decoder import CausalLM, HeadedDecoder
 
 
-def model_class(*, reward: bool = False, value: bool = False) -> type[HeadedDecoder]:
+def model_class(*, reward: bool, value: bool = False) -> type[HeadedDecoder]:
     """Return the class of a reward model, of a policy with a value, or else of a language model."""
     if reward or value:
         from models.scored import PolicyValue, RewardModel

@@ -62,12 +62,12 @@ def delta_rule(
     g: Tensor,
     beta: Tensor,
     level: TreeLevel,
-    start: Tensor | None = None,
+    start: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Run the rule over the parts of a level.
 
     query and key [T, K, E] are scaled to unit length here; value [T, H, V]; g and beta [T, H]. start [P, H, E, V]: the
-    states before the parts, zeros by default. Returns out [T, H, V] and the states after the parts [P, H, E, V], which
+    states before the parts; None for zeros. Returns out [T, H, V] and the states after the parts [P, H, E, V], which
     are in float32 or better.
     """
     dtype, device = value.dtype, value.device
@@ -91,6 +91,7 @@ def delta_rule(
     sums = chunked(g.double()).cumsum(-1)
     later = torch.ones(2 * rows.shape[1:], dtype=torch.bool, device=device).triu(1)
     between = (sums[..., :, None] - sums[..., None, :]).masked_fill(later, -torch.inf)
+    # D, exp(G) and exp(G_C - G) of the equations
     between, since, until = (
         x.exp().to(v.dtype)
         for x in (between, sums[..., None], (sums[..., -1:] - sums)[..., None])

@@ -41,8 +41,8 @@ def weighted(both: Tensor, weights: Tensor, kind: str) -> Tensor:
 def activate_weighted(
     both: Tensor,
     weights: Tensor,
-    kind: str = "silu",
-    room: Sequence[int] = (0, 0),
+    kind: str,
+    room: Sequence[int],
     grad: Tensor | None = None,
 ) -> tuple[Tensor, Any, Any]:
     """Return `weighted` without a graph, and for its `grad` those of `both` and of the weights.
@@ -115,7 +115,7 @@ class Order(NamedTuple):
         ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
         return cls(experts, source, places, ends, chosen.shape[1])
 
-    def copies(self, rows: Tensor, room: int = 0) -> Tensor:
+    def copies(self, rows: Tensor, room: int) -> Tensor:
         """Return rows [S, D] as sorted copies [M, D + room]; the columns of `room` are to be written later."""
         if kernels := triton_kernels(rows):
             return kernels.spread(rows, self.places, self.top_k, room)

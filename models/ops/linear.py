@@ -76,11 +76,12 @@ class GradientSums:
     # one sum for tensors whose gradients lie one below the other
     sums: dict[tuple[Tensor, ...], Tensor] = field(default_factory=dict)
 
-    def add(
-        self, tensor: Tensor | None, grad: Tensor | None, index: Tensor | None = None
-    ) -> None:
-        """Add to the gradient of a tensor, if it is trained; `index` numbers the rows that `grad` is of."""
-        if tensor is not None and grad is not None and tensor.requires_grad:
+    def add(self, tensor: Tensor | None, grad: Tensor, index: Tensor | None = None) -> None:
+        """Add to the gradient of a tensor, if it is trained; `index` numbers the rows that `grad` is of.
+
+        Where there is no tensor, such as a norm's weight without a norm, there need be no gradient.
+        """
+        if tensor is not None and tensor.requires_grad:
             if index is not None:
                 grad = grad.new_zeros(tensor.shape).index_copy_(0, index, grad)
             key = (tensor,)

@@ -83,10 +83,9 @@ def in_plain_torch(
 
 def triton_kernels(x: Tensor) -> ModuleType | None:
     """Return passes_triton.py if its kernels take the tensor, else None."""
-    if not x.is_cuda:
-        return None
     fits = (
-        passes_triton.triton is not None
+        x.is_cuda
+        and passes_triton.triton is not None
         and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and x.numel() > 0
         and x.stride(-1) == 1

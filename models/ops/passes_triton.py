@@ -289,7 +289,7 @@ def rotate(
 
 
 def gated(
-    gate: Tensor, up: Tensor, kind: str, grad: Tensor | None = None
+    gate: Tensor, up: Tensor, kind: str, grad: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return act(gate) * up of dense rows [S, F], and for its `grad` both gradients side by side [S, 2F].
 
@@ -312,8 +312,8 @@ def weighted(
     both: Tensor,
     weights: Tensor,
     kind: str,
-    room: Sequence[int] = (0, 0),
-    grad: Tensor | None = None,
+    room: Sequence[int],
+    grad: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return act(gate) * up * weight of dense rows [M, 2F], and for its `grad` [M, F] the gradients.
 

@@ -104,7 +104,8 @@ def test_rows_with_advantages_and_no_reward_have_no_score():
     row = {"group": 1, "token_ids": [5, 7, 9], "mask": [0, 1, 1], "logprobs": [0, -1, -2]}
 
     def metrics(**given):
-        columns = read_trajectory(RawRow(0, "", row | {"advantages": 2} | given), {}, 10, 8)
+        raw = RawRow(0, "", row | {"advantages": 2} | given)
+        columns = read_trajectory(raw, {}, 10, 8, [].append)
         rollout = Rollout.of(0, trajectories_of([[columns], [columns]], ()))
         old = torch.randn(len(rollout.columns["tokens"]))
         stage = ppo_stage("advantage=group kl_coefficient=0")

@@ -27,7 +27,7 @@ ROW = {
 
 def read(row, columns=None, source=0):
     value = row if isinstance(row, bytes) else json.dumps(row).encode()
-    return read_trajectory(RawRow(source, "here", value), columns or {}, 10, 8)
+    return read_trajectory(RawRow(source, "here", value), columns or {}, 10, 8, [].append)
 
 
 @pytest.mark.parametrize("stop, ended", [((3,), True), ((6,), False)])
@@ -89,7 +89,7 @@ def test_a_row_that_cannot_be_trained_on_is_refused(change, sentence):
 
 def test_a_number_of_a_program_that_is_none_is_called_so():
     with pytest.raises(BadRowError, match="reward: Input should be a finite number"):
-        read_trajectory(RawRow(0, "", {**ROW, "reward": math.nan}), {}, 10, 8)
+        read_trajectory(RawRow(0, "", {**ROW, "reward": math.nan}), {}, 10, 8, [].append)
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", "7", '"a"', "null"])

@@ -60,8 +60,12 @@ class LayerGraphs:
         if not self._hooks:
             self._hooks = [getattr(m, kind) for m in self.layers for kind in HOOKS]
             self._parameters = list(self.layers.parameters())
-            # asked once, because the answer stays the same and in small models every bit of the host's work counts
-            self._layers_fit = self._fits(hidden)
+            # Whether a graph may run every layer for other documents than those it was recorded with: asked once,
+            # because the answer stays the same and in small models every bit of the host's work counts.
+            self._layers_fit = hidden.is_cuda and all(
+                x.mlp.fits_graphs and x.mixer.fits_graphs(hidden.device, hidden.dtype)
+                for x in self.layers
+            )
         alone = plan.mesh.sequence_parallel_size == 1 and not plan.prefix_calls
         if not alone or self._pending_pass() or any(self._hooks) or not self._layers_fit:
             return None
@@ -92,13 +96,6 @@ class LayerGraphs:
         this_pass = _ForwardPass()
         self._pending_pass = weakref.ref(this_pass)
         return _Replay.apply(hidden, ropes, documents.cu_q, self._recorded[size], this_pass)
-
-    def _fits(self, hidden: Tensor) -> bool:
-        """Tell whether a graph may run every layer for other documents than those it was recorded with."""
-        return hidden.is_cuda and all(
-            x.mlp.fits_graphs and x.mixer.fits_graphs(hidden.device, hidden.dtype)
-            for x in self.layers
-        )
 
 
 @contextmanager

@@ -49,7 +49,7 @@ class LayerMemory(NamedTuple):
     graphs: bool = False
 
 
-def tile_rows(total: int, limit: int = TILE_ROWS) -> int:
+def tile_rows(total: int, limit: int) -> int:
     """Return the rows of one of `total`'s equal tiles, at most `limit`.
 
     Short sequences lose nothing by running whole, so up to twice as many rows are one tile.

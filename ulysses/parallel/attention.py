@@ -371,7 +371,7 @@ class UlyssesAttention(nn.Module):
     def _kernel_case(
         self, shards: Tensors, plan: AttentionPlan
     ) -> tuple[AttentionPlan, str, Callable[[VarlenCall], Inputs]]:
-        """Return the plan under the window, the kernel's name for it, and a function that returns a call's inputs."""
+        """Return the plan under the window, the kernel's name, and a function that returns the inputs of a call."""
         query, key, value = shards
         window = self.window
         if window and window < plan.longest:

@@ -71,7 +71,7 @@ class HeadExchange:
     """
 
     def __init__(
-        self, tensors: Sequence[Parts], plan: AttentionPlan, *, has_queries: bool = False
+        self, tensors: Sequence[Parts], plan: AttentionPlan, *, has_queries: bool
     ) -> None:
         self.plan, self.mesh = plan, plan.mesh
         self.queries = int(has_queries)  # how many of the tensors hold queries

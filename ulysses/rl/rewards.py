@@ -93,8 +93,8 @@ class Rewards:
 
     names: list[str]
     tokenizer: "PreTrainedTokenizerFast"
-    workers: int = 0
-    timeout: float = 60.0
+    workers: int
+    timeout: float
     renew: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:

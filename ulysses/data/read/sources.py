@@ -235,9 +235,7 @@ def source_digest(source: Source, cache: Path) -> str:
     )
 
 
-def text_parts(
-    blocks: Iterable[str], separator: str | None = None
-) -> Iterator[tuple[int, str]]:
+def text_parts(blocks: Iterable[str], separator: str | None) -> Iterator[tuple[int, str]]:
     """Yield (document number, text) from blocks of text; a very long document comes in parts of the same number."""
     buffer, number = "", 1
     for block in blocks:

@@ -6,6 +6,7 @@
 import hashlib
 import math
 import re
+from collections.abc import Callable
 from itertools import compress
 from typing import Annotated, Any
 
@@ -45,7 +46,11 @@ class TrajectoryRow(BaseModel):
 
 
 def read_trajectory(
-    raw: RawRow, columns: dict[str, str], vocabulary: int, longest: int, note: Any = str
+    raw: RawRow,
+    columns: dict[str, str],
+    vocabulary: int,
+    longest: int,
+    note: Callable[[str], None],
 ) -> dict[str, Any]:
     """Return a row as an example with one sequence, in the columns that tokenise.py writes.
 
