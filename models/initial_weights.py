@@ -107,5 +107,6 @@ class InitialWeights:
         size = parameter_shapes(self.shape)[name]
         dtype = stored.dtype if stored else torch.float32
         matrix = torch.empty(size, dtype=dtype, device=device)
-        self.fill(name, size, 0, matrix.view(-1))
+        # not a subclass's, whose `fill` may quantise what it is asked for
+        InitialWeights.fill(self, name, size, 0, matrix.view(-1))
         return pack(matrix)

@@ -249,7 +249,7 @@ class Products:
 class AdapterProducts:
     """What adapters add to the products of the same rows x [S, D] with some of several matrices.
 
-    It keeps what a method needs of those before it, so that one tile of rows goes through all three before another one
+    It keeps what a method needs of those before it, so one tile of rows must go through all three before another one
     begins:
 
         forward, or start if the results are not needed -> back -> gradients
