@@ -60,14 +60,15 @@ def test_what_a_run_leaves_behind_that_ends_when_evaluations_stop_improving(tmp_
     assert on_ranks(1, again) == metrics(tmp_path / "run")
 
 
-def test_the_best_evaluation_is_one_of_the_same_data(tmp_path):
-    """A resumed run whose held-out data are others neither ends by the old ones nor keeps their best."""
+@pytest.mark.parametrize("other", [f"--data.eval {rows('sft_eval', 12)}", "--sft.z_loss 1"])
+def test_the_best_evaluation_is_one_of_the_same_data_and_loss(other, tmp_path):
+    """A resumed run whose held-out data or loss are others neither ends by the old ones nor keeps their best."""
     typed = (
         "--optimizer.lr 0 --run.eval_every 1 --run.save_every 9 --run.patience 2 --run.steps"
     )
-    easier, harder = f"--data.eval {rows('sft_eval', 3)}", f"--data.eval {rows('sft_eval', 12)}"
+    easier = f"--data.eval {rows('sft_eval', 3)}"
     first = on_ranks(1, settings("sft", tmp_path, f"{typed} 2 {easier}"))
-    again = f"{typed} 4 {harder} --run.resume auto --run.export false"
+    again = f"{typed} 4 {easier} {other} --run.resume auto --run.export false"
     lines = on_ranks(1, settings("sft", tmp_path, again))
     losses = [line["eval/loss"] for line in lines]
     assert losses[:2] == [line["eval/loss"] for line in first] and losses[2] > losses[1]

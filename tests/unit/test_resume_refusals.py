@@ -1,5 +1,7 @@
 """A checkpoint that this run cannot continue is refused by its run.json, before any work."""
 
+import shutil
+
 import pytest
 
 from models.arch import ARCHITECTURES
@@ -47,6 +49,22 @@ def test_its_own_checkpoint_is_found(checkpoint, tmp_path):
     own = config(tmp_path, "--optimizer.lr 1 --parallel.sequence_parallel_size 4")
     assert prepare(own, 4, []).resume_from == checkpoint
     assert prepare(config(tmp_path / "elsewhere"), 1, []).resume_from is None
+
+
+def test_a_run_that_went_back_and_is_restarted_continues_what_it_has_written_since(
+    checkpoint, tmp_path, monkeypatch
+):
+    """Which it is allowed to by torchrun's --max-restarts; what another start has written is still in the way."""
+    newer = tmp_path / "new/checkpoints/step-2"
+    shutil.copytree(checkpoint, newer)
+    back, path = config(tmp_path / "new", f"--run.resume {checkpoint}"), newer / "run.json"
+    for may_restart in (False, True):
+        if may_restart:
+            monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+        with pytest.raises(ConfigError, match="new already holds checkpoints"):
+            prepare(back, 1, [])
+    write_json(path, forged("config", back.model_dump(mode="json"))(read_json(path)))
+    assert prepare(back, 1, []).resume_from == newer
 
 
 REFUSED = {

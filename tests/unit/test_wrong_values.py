@@ -181,6 +181,16 @@ def test_every_number_is_bounded_or_refused_in_one_sentence(key):
             assert abs(float(value)) <= 2**53, (key, value)
 
 
+def test_more_processes_than_gpus_are_refused_before_one_of_them_finds_none(monkeypatch):
+    config = check({"stage": "sft", "model": {"path": "m"}, "run": {"steps": 3}})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    check_settings(config, 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match="has 4 processes but its number of GPUs is 2; start"):
+        check_settings(config, 4)
+
+
 def test_a_setting_that_is_nested_too_deeply_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"data.train is .*neither JSON nor TOML"):
         parse_command_line(["--data.train", "[" * 20000 + "]" * 20000])

@@ -270,8 +270,13 @@ def resume_point(run: RunSection) -> Path | None:
             raise ValueError(
                 f"{path.absolute()} is in the way of a checkpoint and is none; move it away"
             )
-    # a run that torchrun may start again then continues its newest checkpoint
-    if run.resume == "auto" or (run.resume == "never" and environment.may_restart()):
+    newest = ["auto"]  # the values of run.resume that mean the newest checkpoint
+    # a run that torchrun may start again then continues what it has written since, wherever it began
+    if environment.may_restart():
+        newest.append("never")
+        if saved:
+            newest.append(read_run_state(saved[-1])["config"]["run"]["resume"])
+    if run.resume in newest:
         chosen = next(reversed(saved), None)
     elif run.resume != "never":
         chosen = Path(run.resume)

@@ -38,6 +38,11 @@ def check_settings(config: Config, world_size: int, findings: list[str] | None =
     errors += check_packages(config)
     if findings is None:  # a dry run starts no trackers, whose packages it does not need
         errors += check_trackers(config)
+        gpus = torch.cuda.device_count()
+        if 0 < gpus < (processes := environment.local_world_size()):
+            errors.append(
+                f"this node has {processes} processes but its number of GPUs is {gpus}; start one process for each GPU"
+            )
     # wrong keys in the tables of DeepSpeed and of the gradient policies
     with collecting(errors):
         if raw := config.deepspeed.zero_optimization:

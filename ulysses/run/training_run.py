@@ -239,8 +239,9 @@ class TrainingRun:
             self.say(f"resumed {checkpoint} at step {self.trainer.step}")
             for sentence in self.changes.values():
                 self.say(f"  changed since then: {sentence}")
-            if {HELD_OUT, "stage"} & self.changes.keys():  # eval/loss is now another number
-                self.trainer.best = None
+            others = (HELD_OUT, "stage", f"{config.stage}.", "the weights of ")
+            if any(key.startswith(others) for key in self.changes):
+                self.trainer.best = None  # eval/loss is now another number
         if self.mesh.is_main:
             with writing(config.output):
                 os.makedirs(os.path.realpath(config.output / "checkpoints"), exist_ok=True)
