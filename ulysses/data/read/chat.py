@@ -39,6 +39,7 @@ from ulysses.data.read.tokenizer import (
     NAMED_TEMPLATES,
     OPEN,
     SPECIAL_NAMES,
+    TURN_ENDS,
     PreTrainedTokenizerFast,
     Rendered,
     TextEncoder,
@@ -52,9 +53,6 @@ GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 DATE = "2025-01-01"
 HAS_DATE = re.compile(r"\bstrftime_now\s+is\b")
 RENDER_CHARACTERS = 1 << 28
-TURN_ENDS = (
-    "<|eot_id|> <|eom_id|> <|im_end|> <|end_of_text|> <|endoftext|> <|end|> </s>".split()
-)
 TEXT_TOKEN = re.compile(r"<\|[^|<>\s]+\|>")
 QUESTION: TemplateMessage = {"role": "user", "content": "2"}
 TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}

@@ -23,6 +23,9 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 # Tags around thinking, which a mark inside of them hides from templates. They are the same tokens wherever they stand.
 HIDDEN_TAG = re.compile(f"(</?think){GUARD}>")
 NAMED_TEMPLATES = ("llama3", "llama3.1", "qwen2.5", "qwen3", "chatml", "plain")
+TURN_ENDS = (
+    "<|eot_id|> <|eom_id|> <|im_end|> <|end_of_text|> <|endoftext|> <|end|> </s>".split()
+)
 NEWLINE = re.compile(r"\s*[\r\n]")
 # settings of a tokenizer's parts with which it puts no space before a text
 NO_SPACE = {"prepend": "", "prepend_scheme": "never", "add_prefix_space": False}
@@ -121,7 +124,7 @@ class TextEncoder:
     """Tokenise plain text: strings in it that look like special tokens stay text, and nothing is put around it.
 
     Attributes:
-        special: ids of the special tokens by their text.
+        special: ids of the special tokens, and of all that may end a turn, by their text.
         special_pattern: matches a special token, with the white space that it strips.
         bos: None unless the tokenizer itself begins texts with it.
     """
@@ -136,14 +139,16 @@ class TextEncoder:
         self.bos = tokenizer.bos_token_id if tokenizer.bos_token_id in first else None
         self._take_spaces(tokenizer.eos_token)
         self.backend.encode_special_tokens = True
-        added = self.backend.get_added_tokens_decoder().items()
-        self.special = {token.content: number for number, token in added if token.special}
+        added = self.backend.get_added_tokens_decoder()
+        # what ends a turn does so too where it was added as a token like any other
+        ends = {*TURN_ENDS, tokenizer.eos_token}
+        special = [i for i, token in added.items() if token.special or token.content in ends]
+        self.special = {added[i].content: i for i in special}
         patterns = [
             (r"\s*" if token.lstrip else "")
             + re.escape(token.content)
             + (r"\s*" if token.rstrip else "")
-            for _, token in sorted(added, key=lambda item: -len(item[1].content))
-            if token.special
+            for token in sorted(map(added.get, special), key=lambda token: -len(token.content))
         ]
         self.special_pattern = re.compile(f"({'|'.join(patterns) or '(?!)'})")
 
