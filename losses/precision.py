@@ -10,6 +10,8 @@ from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
+# said in a backward pass whose own derivative is asked for, and would be 0 without a word
+NO_SECOND_DERIVATIVE = "the operation has no second derivative; leave out create_graph=True"
 
 
 def at_least_float32(value: Tensor) -> Tensor:
@@ -38,12 +40,6 @@ def wide_product(
     if total is None:
         return torch.mm(left, right, out_dtype=dtype)
     return torch.addmm(total, left, right, out_dtype=dtype, out=total)
-
-
-def check_first_derivative(name: str) -> None:
-    """Raise RuntimeError in a backward pass whose own derivative is asked for, and would be 0 without a word."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(f"{name} has no second derivative; leave out create_graph=True")
 
 
 def takes_tensors(*of_any_dtype: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from losses.precision import (
+    NO_SECOND_DERIVATIVE,
     at_least_float32,
-    check_first_derivative,
     has_wide_products,
     wide_product,
 )
@@ -155,7 +155,8 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        check_first_derivative("this operation")
+        if torch.is_grad_enabled():
+            raise RuntimeError(NO_SECOND_DERIVATIVE)
         operation, sums = ctx.operation, GradientSums(whole=True)
         to_inputs = operation.run_back(ctx.saved_tensors, grads, sums)
         return None, None, *to_inputs, *sums.of(trained(operation.tensors))

@@ -216,6 +216,13 @@ def test_plain_view_leaves_out_frozen_and_untouched_parameters():
     sentence = "no parameter has a gradient; run the backward pass first"
     with pytest.raises(ValueError, match=sentence):
         TorchGradients([("a", named["a"])])
+    rows = torch.nn.Embedding(3, 2, sparse=True)
+    rows(torch.tensor([1])).sum().backward()
+    sharded = torch.nn.Parameter(torch.ones(2))
+    sharded.grad = torch.ones(2).as_subclass(type("DTensor", (torch.Tensor,), {}))
+    for parameter in (rows.weight, sharded):
+        with pytest.raises(ValueError, match="gradient of p is sharded or sparse but"):
+            TorchGradients([("p", parameter)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

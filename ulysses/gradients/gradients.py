@@ -160,13 +160,18 @@ class TorchGradients(Gradients):
     """Use the `.grad` of plain torch parameters: `TorchGradients(model.named_parameters())`.
 
     Every process holds whole gradients (one process, or replicas that are already averaged), so nothing is reduced.
-    Parameters that are frozen or have no gradient are left out.
+    Parameters that are frozen or have no gradient are left out. Raises ValueError for a sharded or sparse gradient.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         entries = []
         for name, parameter in named_parameters:
             if parameter.requires_grad and parameter.grad is not None:
+                if type(parameter.grad) is not Tensor or parameter.grad.is_sparse:
+                    raise ValueError(
+                        f"the gradient of {name} is sharded or sparse but TorchGradients takes whole, dense ones; "
+                        "give Gradients this process's slices and how to add them up"
+                    )
                 parameter.grad = parameter.grad.contiguous()
                 grad = parameter.grad.detach().view(-1)
                 entries.append(GradientSlice(name, parameter.shape, grad))

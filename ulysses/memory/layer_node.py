@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from losses.precision import check_first_derivative
+from losses.precision import NO_SECOND_DERIVATIVE
 from ulysses.memory.levels import Rope
 from ulysses.memory.offload import OffloadedTensors
 from ulysses.parallel.attention import Attention
@@ -107,7 +107,8 @@ class LayerNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        check_first_derivative("a decoder layer")
+        if torch.is_grad_enabled():
+            raise RuntimeError(NO_SECOND_DERIVATIVE)
         layer, rope, plan, saved = ctx.rest
         del ctx.rest
         before_project, before_output, before_second_half = ctx.random_states
