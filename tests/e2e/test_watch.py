@@ -370,9 +370,12 @@ def test_a_terminal_that_closes_lets_the_run_save(tmp_path):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
         ours, its = pty.openpty()
         fcntl.ioctl(its, termios.TIOCSCTTY, 0)
+        # streams of a terminal in place of those of files, which close their numbers when they go
+        sys.stdout = sys.stderr = None
         for number in (0, 1, 2):
             os.dup2(its, number)
         os.close(its)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
         closed = []
 
         def closes(taken, compute):

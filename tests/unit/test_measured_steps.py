@@ -94,7 +94,10 @@ STAGES = [
 def test_stages_are_predicted(stage, table, examples, sides, tokens, seconds):
     settings = config(stage, table=table, dtype="bfloat16", examples=examples)
     lengths = np.full((examples, sides), tokens)
-    data = Data(sequence_lengths=lengths, prefix_lengths=0 * lengths, share_prompts=True)
+    kind = "prompt" if stage == "ppo" else "sequence"
+    data = Data(
+        kind=kind, sequence_lengths=lengths, prefix_lengths=0 * lengths, share_prompts=True
+    )
     machine = node(1, 79.6)._replace(memory_rate=PEAKS["H100"][1])
     longest = sides * tokens + table.get("max_new_tokens", 0)
     question = planner_question(stage_of(settings), SMALL, machine, longest)

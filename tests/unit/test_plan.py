@@ -517,7 +517,12 @@ def test_answers_are_planned_as_long_as_they_may_be_and_prompts_once():
     }
     settings = config("ppo", table=table | {"advantage": "group"}, examples=2)
     lengths = np.array([[11], [21]])
-    data = Data(sequence_lengths=lengths, prefix_lengths=0 * lengths, lengths=lengths[:, 0])
+    data = Data(
+        kind="prompt",
+        sequence_lengths=lengths,
+        prefix_lengths=0 * lengths,
+        lengths=lengths[:, 0],
+    )
     shared = planned_step(stage_of(settings), LLAMA, data, [0, 1])
     assert sum(shared.tokens) == pytest.approx(10 + 4 * 31, abs=4)
     # each of its tokens sees the whole prompt nevertheless

@@ -202,7 +202,7 @@ def planned_step(
         lengths, prefixes = groups.sizes(indices[:count])
     else:
         lengths, prefixes = data.sequence_lengths[indices], data.prefix_lengths[indices]
-    if (stage.trained_type or stage.dataset_type) == "prompt":
+    if data.kind == "prompt":
         count = requirements.rollout.answers
         prompts = lengths.repeat(count, axis=0)[: requirements.examples_per_step]
         share = 1 - 1 / count if data.share_prompts else 0.0

@@ -134,7 +134,7 @@ def lift_time_limits() -> None:
 
     NCCL's groups also begin to record when collectives run. Call it while none runs: torch's threads read the limit.
     """
-    for group in _groups():
+    for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(NO_TIMEOUT, group)
         if dist.get_backend(group) == "nccl":
             group._enable_collectives_timing()
@@ -142,8 +142,12 @@ def lift_time_limits() -> None:
 
 def collectives_begun() -> int:
     """Count the collectives that this process has begun; on a GPU those that only wait in the queue do not count."""
-    queued = sum(group._get_sequence_number_for_group() for group in _groups())
-    return queued - sum(e["state"] == "scheduled" for e in flight_record(active=True))
+    if not dist.is_initialized():
+        return 0
+    groups = list(dist.distributed_c10d._world.pg_map)  # the main thread may add to them
+    queued = sum(group._get_sequence_number_for_group() for group in groups)
+    waiting = [e for e in flight_record(active=True) if e["state"] == "scheduled"]
+    return queued - len(waiting)
 
 
 def flight_record(*, active: bool) -> list[dict[str, Any]]:
@@ -152,10 +156,6 @@ def flight_record(*, active: bool) -> list[dict[str, Any]]:
         return []
     dump = torch._C._distributed_c10d._dump_nccl_trace_json
     return json.loads(dump(includeCollectives=True, onlyActive=active)).get("entries", [])
-
-
-def _groups() -> list[dist.ProcessGroup]:
-    return list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
 
 
 def end_distributed() -> None:
