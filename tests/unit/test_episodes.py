@@ -213,10 +213,8 @@ def test_the_branch_with_the_last_turn_comes_last_and_says_how_the_episode_ended
 
 async def goes_on(row, model):
     messages = [{"role": "user", "content": "1"}]
-    for _ in range(9):
-        turn = await model.chat(messages)
-        messages += [turn.message, {"role": "user", "content": "more"}]
-    return 1.0
+    while True:
+        messages += [(await model.chat(messages)).message, messages[0]]
 
 
 def test_an_episode_without_room_for_another_turn_ends(tokenizer):
@@ -241,9 +239,7 @@ def test_an_episode_whose_first_prompt_has_no_room_is_left_out(tokenizer):
         return 1.0
 
     async def by_a_program(row, model):
-        body = {"messages": [{"role": "user", "content": "a" * row["tokens"]}]}
-        given = f"{model.base_url}/chat/completions", model.api_key, body
-        assert (await asyncio.to_thread(posted, *given))[0] == 200
+        assert await status_of(model, content="a" * row["tokens"]) == 200
 
     for function in (asks, catches, by_a_program):
         rows = [{"tokens": n} for n in (5000, 5, 2000)]
@@ -337,9 +333,7 @@ def test_a_program_that_asks_beyond_the_end_of_its_episode_is_told_so(tokenizer)
 
     async def leaves(row, model):
         await model.complete([5])
-        body = {"messages": [{"role": "user", "content": "a"}]}
-        given = f"{model.base_url}/chat/completions", model.api_key, body
-        told.append(asyncio.get_running_loop().run_in_executor(None, posted, *given))
+        told.append(asyncio.ensure_future(status_of(model)))
         while model.calls < 2:
             await asyncio.sleep(0.001)
         return 1.0
@@ -360,7 +354,7 @@ def test_a_program_that_asks_beyond_the_end_of_its_episode_is_told_so(tokenizer)
         patch.setitem(globals(), "EpisodeLoop", Waits)
         patch.setattr(episodes.Episodes, "answer", answers_late)
         run(tokenizer, leaves, "a", "b")
-    assert told[0].result()[0] == 410
+    assert told[0].result() == 410
 
 
 def test_an_episode_does_not_hold_up_the_end_of_the_run(tokenizer, monkeypatch):
@@ -422,20 +416,11 @@ async def blocks(row, model):
     return 1.0
 
 
-async def asks_nonsense(row, model):
-    await model.complete([70_000])
+def completes(prompt, **more):
+    async def function(row, model):
+        await model.complete(prompt, **more)
 
-
-async def asks_for_halves(row, model):
-    await model.complete([5.5])
-
-
-async def asks_for_nothing(row, model):
-    await model.complete([5], max_tokens=0)
-
-
-async def asks_for_half_a_token(row, model):
-    await model.complete([5], max_tokens=0.5)
+    return function
 
 
 async def chats_nonsense(row, model):
@@ -467,10 +452,14 @@ FAULTS = {
     "returned 'much'; return a finite number": wrong("much"),
     "returned nan; return": wrong(float("nan")),
     "returned None; return a finite number": wrong(None),
-    "failed: ValueError: a prompt should have tokens, and they are from 0 to": asks_nonsense,
-    "failed: ValueError: a prompt should have tokens": asks_for_halves,
-    "failed: ValueError: max_tokens is 0 but must be at least 1": asks_for_nothing,
-    "failed: TypeError: 'float' object cannot be interpreted as an integer": asks_for_half_a_token,
+    "failed: ValueError: a prompt should have tokens, and they are from 0 to": completes(
+        [70_000]
+    ),
+    "failed: ValueError: a prompt should have tokens": completes([5.5]),
+    "failed: ValueError: max_tokens is 0 but must be at least 1": completes([5], max_tokens=0),
+    "failed: TypeError: 'float' object cannot be interpreted as an integer": completes(
+        [5], max_tokens=0.5
+    ),
     "failed: .*message 1 has the role 'king'": chats_nonsense,
     "took longer than ppo.reward_timeout, 0.3 s, beside its calls": sleeps,
     "took longer than ppo.reward_timeout, 0.3 s": blocks,
@@ -497,53 +486,58 @@ def test_a_row_that_an_episode_changes_is_its_own(tokenizer):
     assert {one.scores[f"{__name__}:episode"] for one in found} == {1.0} and not row["seen"]
 
 
-# how a parameter is described, and what its value 4 then is
-PROPERTIES = """
+# how the parameters are described, and what the value 4 of `a` then is
+PARAMETERS = """
 null => "4"
-"{}" => "4"
-{"a": true} => "4"
-{"a": {"type": null, "enum": [4, 5]}} => "4"
-{"a": {"type": ["integer", "null"]}} => 4
-{"a": {"anyOf": [{"type": "integer"}, {"type": "null"}]}} => 4
-{"a": {"anyOf": [{"type": "string"}, {"type": "null"}]}} => "4"
+{"properties": null} => "4"
+{"properties": "{}"} => "4"
+{"properties": {"a": true}} => "4"
+{"properties": {"a": {"type": null, "enum": [4, 5]}}} => "4"
+{"properties": {"a": {"type": ["integer", "null"]}}} => 4
+{"properties": {"a": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}} => 4
+{"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "null"}]}}} => "4"
 """
 
 
-@pytest.mark.parametrize("properties, value", rows_of(PROPERTIES))
-def test_values_in_tags_are_of_the_described_types(properties, value):
-    properties, value = map(json.loads, (properties, value))
-    parameters = properties and {"properties": properties}
-    tools = [{"function": {"name": "add", "parameters": parameters}}]
+@pytest.mark.parametrize("parameters, value", rows_of(PARAMETERS))
+def test_values_in_tags_are_of_the_described_types(parameters, value):
+    tools = [{"function": {"name": "add", "parameters": json.loads(parameters)}}]
     text = "<tool_call><function=add><parameter=a>4</parameter></function></tool_call>"
-    assert split_calls(text, tools)[1] == [{"name": "add", "arguments": {"a": value}}]
-    if parameters is None:
-        tools[0]["function"]["parameters"] = {"properties": None}
-        assert split_calls(text, tools)[1] == [{"name": "add", "arguments": {"a": value}}]
+    _, [call] = split_calls(text, tools)
+    assert call == {"name": "add", "arguments": {"a": json.loads(value)}}
 
 
 TAGS = "<function=add>\n<parameter=a>\n{}\n</parameter>\n<parameter=why>\n4\n</parameter>\n</function>"
-CALLS = [
-    (CALL, "", [{"a": 4}]),
-    (f"Let me.\n{TIGHT}{CALL}", "Let me.", [{"a": 4}, {"a": 4}]),
-    (f"<tool_call>\n{TAGS.format(4)}\n</tool_call>", "", [{"a": 4, "why": "4"}]),
-    (f"<tool_call>{TAGS.format('four')}</tool_call>", "", [{"a": "four", "why": "4"}]),
-    ('{"name": "add", "parameters": {"a": 4}}', "", [{"a": 4}]),
-    ('{"name": "add", "arguments": "{\\"a\\": 4}"}', "", [{"a": 4}]),
-    ('<tool_call>{"name": "add", "arguments": </tool_call>', None, []),
-    ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', None, []),
-    (r'<tool_call>{"name": "add", "arguments": {"a": "\ud800"}}</tool_call>', None, []),
-    ('{"a": 4}', None, []),
-    ("four", None, []),
-]
+# what a model says, the arguments of the calls in it, and the text beside them; what is no call stays text
+CALLS = r"""
+CALL => [{"a": 4}] =>
+Let me.\nTIGHTCALL => [{"a": 4}, {"a": 4}] => Let me.
+<tool_call>\nTAGS\n</tool_call> => [{"a": 4, "why": "4"}] =>
+<tool_call>FOUR</tool_call> => [{"a": "four", "why": "4"}] =>
+{"name": "add", "parameters": {"a": 4}} => [{"a": 4}] =>
+{"name": "add", "arguments": "{\"a\": 4}"} => [{"a": 4}] =>
+<tool_call>{"name": "add", "arguments": </tool_call> => [] => SAID
+<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call> => [] => SAID
+<tool_call>{"name": "add", "arguments": {"a": "\ud800"}}</tool_call> => [] => SAID
+{"a": 4} => [] => SAID
+four => [] => SAID
+"""
+WRITTEN = {
+    r"\n": "\n",
+    "CALL": CALL,
+    "TIGHT": TIGHT,
+    "TAGS": TAGS.format(4),
+    "FOUR": TAGS.format("four"),
+}
 
 
-@pytest.mark.parametrize("text, rest, arguments", CALLS)
-def test_calls_are_found_in_what_a_model_says(text, rest, arguments):
-    """What is none stays text."""
-    content, calls = split_calls(text, TOOLS)
-    assert [call["arguments"] for call in calls] == arguments
-    assert content == (text if rest is None else rest)
-    assert {call["name"] for call in calls} <= {"add"}
+@pytest.mark.parametrize("said, arguments, rest", rows_of(CALLS))
+def test_calls_are_found_in_what_a_model_says(said, arguments, rest):
+    for name, text in WRITTEN.items():
+        said = said.replace(name, text)
+    content, calls = split_calls(said, TOOLS)
+    assert calls == [{"name": "add", "arguments": one} for one in json.loads(arguments)]
+    assert content == rest.replace("SAID", said)
 
 
 # ---------------------------------------------------------------------------------------- the endpoint
@@ -563,6 +557,17 @@ def posted(url, key, body, timeout=PATIENCE):
             return response.status, json.loads(text)
     except HTTPError as error:
         return error.code, json.load(error)
+
+
+def asked(model, content="a", timeout=PATIENCE, **more):
+    """The status and JSON of one question of a program to an episode's endpoint."""
+    body = {"messages": [{"role": "user", "content": content}], **more}
+    url = f"{model.base_url}/chat/completions"
+    return asyncio.to_thread(posted, url, model.api_key, body, timeout)
+
+
+async def status_of(model, **more):
+    return (await asked(model, **more))[0]
 
 
 def test_agents_that_speak_openais_interface_make_the_same_episodes(tokenizer):
@@ -601,33 +606,30 @@ def test_agents_that_speak_openais_interface_make_the_same_episodes(tokenizer):
     assert inside == through == in_pieces
 
 
-WRONG_REQUESTS = {
-    "temperature is 0.5 but in this run it is 1.0": {"temperature": 0.5},
-    "n is 2 but": {"n": 2},
-    "stop is ['x'] but in this run it is False": {"stop": ["x"]},
-    "message 1 has the role 'king'": {"messages": [{"role": "king", "content": "a"}]},
-    "KeyError: 'messages'": {"messages": ...},
-    "max_tokens is 0 but must be at least 1": {"max_tokens": 0},
-    "max_tokens is -1 but": {"max_completion_tokens": -1, "max_tokens": 5},
-    "'float' object": {"max_tokens": 2.5},
-}
+WRONG_REQUESTS = """
+temperature is 0.5 but in this run it is 1.0 => {"temperature": 0.5}
+n is 2 but => {"n": 2}
+stop is ['x'] but in this run it is False => {"stop": ["x"]}
+message 1 has the role 'king' => {"messages": [{"role": "king", "content": "a"}]}
+max_tokens is 0 but must be at least 1 => {"max_tokens": 0}
+max_tokens is -1 but => {"max_completion_tokens": -1, "max_tokens": 5}
+'float' object => {"max_tokens": 2.5}
+"""
 
 
 def test_wrong_requests_are_answered_as_openai_answers_them(tokenizer):
     async def asks(row, model):
-        good = {"messages": [{"role": "user", "content": "a"}]}
         url, key = f"{model.base_url}/chat/completions", model.api_key
-        for sentence, more in WRONG_REQUESTS.items():
-            body = {name: value for name, value in {**good, **more}.items() if value is not ...}
-            status, answer = await asyncio.to_thread(posted, url, key, body)
+        for sentence, more in rows_of(WRONG_REQUESTS):
+            status, answer = await asked(model, **json.loads(more))
             assert status == 400 and sentence in answer["error"]["message"], answer
             assert answer["error"]["type"] == "invalid_request_error"
-        assert (await asyncio.to_thread(posted, f"{url}s", key, good))[0] == 404
+        assert (await asyncio.to_thread(posted, f"{url}s", key, {}))[0] == 404
         for given, length, code in (("x", 9**9, 401), (key, 9**9, 413), (key, "x", 400)):
             assert f" {code} " in await asyncio.to_thread(answered, url, given, length)
-        assert (await asyncio.to_thread(posted, url, key, good))[0] == 200
-        good["messages"][0]["content"] *= 3000
-        status, answer = await asyncio.to_thread(posted, url, key, good)
+        assert "KeyError: 'messages'" in str(await asyncio.to_thread(posted, url, key, {}))
+        assert await status_of(model) == 200
+        status, answer = await asked(model, content="a" * 3000)
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
         return 1.0
 
@@ -671,15 +673,13 @@ def test_an_answer_that_a_program_gave_up_on_is_not_trained(tokenizer, capfd, se
     """Whether the event loop sees that before the answer comes or, after so many seconds, together with it."""
 
     async def retries(row, model):
-        body = {"messages": [{"role": "user", "content": "a"}]}
-        given = f"{model.base_url}/chat/completions", model.api_key, body
-        attempt = asyncio.ensure_future(asyncio.to_thread(posted, *given, timeout=0.1))
+        attempt = asyncio.ensure_future(asked(model, timeout=0.1))
         while not model.calls:
             await asyncio.sleep(0.001)
         time.sleep(seconds)
         with suppress(TimeoutError):
             await attempt
-        await asyncio.to_thread(posted, *given)
+        await asked(model)
         return 1.0
 
     [one], sampler = run(tokenizer, retries, "nobody reads this", "used", pause=0.5)
@@ -689,9 +689,7 @@ def test_an_answer_that_a_program_gave_up_on_is_not_trained(tokenizer, capfd, se
 
 def test_many_programs_may_call_at_once(tokenizer):
     async def asks(row, model):
-        body = {"messages": [{"role": "user", "content": "a"}]}
-        url = f"{model.base_url}/chat/completions"
-        return float((await asyncio.to_thread(posted, url, model.api_key, body))[0])
+        return await status_of(model)
 
     found, _ = run(tokenizer, asks, "a", rows=[{}] * 400)
     assert {one.scores[f"{__name__}:episode"] for one in found} == {200.0}
@@ -703,9 +701,8 @@ def test_one_endpoint_serves_all_rollouts_and_a_key_one_episode(tokenizer):
     async def asks(row, model):
         await model.complete([5])
         seen.append((model.base_url, model.api_key))
-        body = {"messages": [{"role": "user", "content": "a"}]}
         url, earlier = f"{model.base_url}/chat/completions", seen[0][1]
-        return (await asyncio.to_thread(posted, url, earlier, body))[0]
+        return (await asyncio.to_thread(posted, url, earlier, {}))[0]
 
     [one], _ = run(tokenizer, asks, "a", "b", rollouts=2)
     assert one.scores == {f"{__name__}:episode": 401.0}
@@ -718,9 +715,7 @@ def test_a_program_may_fail_when_it_has_no_more_room(tokenizer):
 
     async def asks(row, model):
         await model.complete([5])
-        body = {"messages": [{"role": "user", "content": "a" * 3000}]}
-        given = f"{model.base_url}/chat/completions", model.api_key, body
-        assert (await asyncio.to_thread(posted, *given))[0] == 200
+        assert await status_of(model, content="a" * 3000) == 200
 
     [one], _ = run(tokenizer, asks, "a")
     assert one.scores == {f"{__name__}:episode": 0.0}
