@@ -55,6 +55,18 @@ def in_float64(function, inputs, *grads):
     return *(values if isinstance(values, tuple) else [values]), *gradients
 
 
+def assert_half(half, x, weights, grad, wanted, dtype):
+    """What `half` makes is right as a whole and in tiles, and so are autograd's gradients and its own."""
+    exact, *gradients = wanted
+    factor = 1.0 if dtype == torch.float32 else 4.0  # several bfloat16 roundings in a row
+    (out,) = recorded(half(), x)
+    for found in (out, half().add_tiles(x)):
+        near(found, exact, dtype, factor=factor)
+    all_near(torch.autograd.grad(out, [x, *weights], grad), gradients, dtype, factor)
+    of_rows, of_weights = half().gradients(x, grad)
+    all_near((of_rows, *of_weights), gradients, dtype, factor)
+
+
 def draw(*shapes, dtype=torch.float32, device="cpu"):
     return [torch.randn(shape).to(device, dtype) for shape in shapes]
 
@@ -149,7 +161,8 @@ def test_projecting_half(device, dtype, normed, heads, kv_heads, width, together
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 @pytest.mark.parametrize("factor_of_sum", [1.0, 0.22])
 @apart_and_together
-def test_feed_forward_half(device, dtype, tile, together, kind, factor_of_sum):
+@pytest.mark.parametrize("has_norm_after", [True, False])
+def test_feed_forward_half(device, dtype, tile, together, kind, factor_of_sum, has_norm_after):
     # not whole blocks of the kernels
     shapes = [(40, 32)] * 2 + [(32,), (97, 32), (97, 32), (32, 97), (32,)]
     grad, *inputs = draw(*shapes, dtype=dtype, device=device)
@@ -162,28 +175,21 @@ def test_feed_forward_half(device, dtype, tile, together, kind, factor_of_sum):
         product = (ACTIVATIONS[kind](rows @ gate.t()) * (rows @ up.t())) @ down.t()
         return v + factor_of_sum * (normalised(product, *after) if after else product)
 
-    for given in (inputs, inputs[:-1]):  # with a norm after it, and without
-        exact, *exact_grads = in_float64(half, given, grad)
-        x, *weights = (t.detach().requires_grad_() for t in given)
-        after = weights[4] if len(weights) == 5 else None
+    if not has_norm_after:
+        inputs.pop()
+    wanted = in_float64(half, inputs, grad)
+    x, *weights = (t.detach().requires_grad_() for t in inputs)
+    norm, gate, up, down, after, *_ = *weights, None
 
-        def fused(norm, gate, up, down, after=after):
-            pair = Products(Matrix(gate), Matrix(up))
-            mlp = GatedMLP(pair, Products(Matrix(down)), kind)
-            own = trained([norm, gate, up, down, after])
-            return SecondHalf(norm, mlp, after, own, RULE, factor_of_sum, tile)
+    def fused():
+        mlp = GatedMLP(Products(Matrix(gate), Matrix(up)), Products(Matrix(down)), kind)
+        return SecondHalf(norm, mlp, after, trained(weights), RULE, factor_of_sum, tile)
 
-        (out,) = recorded(fused(*weights[:4]), x)
-        factor = 1.0 if dtype == torch.float32 else 4.0  # several bfloat16 roundings in a row
-        for found in (out, fused(*weights[:4]).add_tiles(x)):
-            near(found, exact, dtype, factor=factor)
-        all_near(torch.autograd.grad(out, [x, *weights], grad), exact_grads, dtype, factor)
-        grad_x, found = fused(*weights[:4]).gradients(x, grad)
-        all_near((grad_x, *found), exact_grads, dtype, factor)
-        for frozen in (weights[0], *weights[2:]):
-            frozen.requires_grad_(False)
-        _, (of_gate,) = fused(*weights[:4]).gradients(x, grad)
-        near(of_gate, exact_grads[2], dtype, factor=factor)
+    assert_half(fused, x, weights, grad, wanted, dtype)
+    for frozen in (norm, *weights[2:]):
+        frozen.requires_grad_(False)
+    _, (of_gate,) = fused().gradients(x, grad)
+    near(of_gate, wanted[3], dtype, factor=1.0 if dtype == torch.float32 else 4.0)
 
 
 @pytest.mark.parametrize("has_norm_after", [False, True])
@@ -235,21 +241,16 @@ def test_feed_forward_half_with_adapters(device, dtype, tile, rank, adapted):
         return v + (F.silu(rows @ wide[0].t()) * (rows @ wide[1].t())) @ wide[2].t()
 
     trained = [t for pair in pairs for t in pair]
-    exact, *exact_grads = in_float64(half, [x, *trained], grad)
-    trained = [t.requires_grad_() for t in trained]
+    wanted = in_float64(half, [x, *trained], grad)
+    for tensor in (x, *trained):
+        tensor.requires_grad_()
     own = [Matrix(m, adapter=Adapter(*p, 0.7) if p else None) for m, p in zip(matrices, pairs)]
 
     def fused():
         mlp = GatedMLP(Products(*own[:2]), Products(own[2]))
         return SecondHalf(norm, mlp, None, trained, RULE, tile=tile)
 
-    (out,) = recorded(fused(), x.requires_grad_())
-    factor = 1.0 if dtype == torch.float32 else 4.0
-    for found in (out, fused().add_tiles(x)):
-        near(found, exact, dtype, factor=factor)
-    all_near(torch.autograd.grad(out, [x, *trained], grad), exact_grads, dtype, factor)
-    grad_x, found = fused().gradients(x, grad)
-    all_near((grad_x, *found), exact_grads, dtype, factor)
+    assert_half(fused, x, trained, grad, wanted, dtype)
 
 
 def test_dropout_is_of_the_inputs_of_adapters_alone():
@@ -451,23 +452,18 @@ def test_kernels_run_where_the_current_device_is_another():
 def test_more_than_two_to_the_31_elements():
     rows, width = 2**31 // 4096 + 100, 4096
     x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
-    tail = slice(rows - 64, rows)
-    active, _ = activate(x, x)
-    assert torch.equal(active[tail], activate(x[tail].clone(), x[tail].clone())[0])
-    del active
-    _, halves = activate(*x.chunk(2, 1), grad=x[:, :2048])
-    assert torch.equal(halves[tail], activate(*x[tail].chunk(2, 1), grad=x[tail, :2048])[1])
-    del halves
     angles = torch.rand(rows, 64, device="cuda")
-    q = x.view(rows, 32, 128)
-    whole = rotate_pair(q, q[:, :1], angles.cos(), angles.sin())[0][tail]
-    assert torch.equal(
-        whole, rotate_pair(q[tail], q[tail, :1], angles[tail].cos(), angles[tail].sin())[0]
-    )
-    del whole
     weight = torch.ones(width, device="cuda", dtype=torch.bfloat16)
-    assert torch.equal(rms_norm(x, weight, RULE)[tail], rms_norm(x[tail], weight, RULE))
-    grad_x, _ = rms_norm_backward(x.clone(), x, weight, RULE)
-    assert torch.equal(
-        grad_x[tail], rms_norm_backward(x[tail].clone(), x[tail], weight, RULE)[0]
-    )
+
+    def rotated(x, angles):
+        q = x.view(-1, 32, 128)
+        return rotate_pair(q, q[:, :1], angles.cos(), angles.sin())[0]
+
+    for compute in (
+        lambda x, _: activate(x, x)[0],
+        lambda x, _: activate(*x.chunk(2, 1), grad=x[:, :2048])[1],
+        rotated,
+        lambda x, _: rms_norm(x, weight, RULE),
+        lambda x, _: rms_norm_backward(x.clone(), x, weight, RULE)[0],
+    ):
+        assert torch.equal(compute(x, angles)[-64:], compute(x[-64:], angles[-64:]))

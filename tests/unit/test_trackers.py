@@ -12,7 +12,7 @@ import pytest
 
 from tests import ROOT
 from tests.own_tracker import Remembers
-from ulysses.check.setting_checks import check_settings, check_trackers
+from ulysses.check.setting_checks import check_trackers
 from ulysses.config.command_line import check
 from ulysses.config.section import ConfigError
 from ulysses.disk import DiskError
@@ -236,12 +236,3 @@ def test_a_tracker_that_does_not_start_refuses_the_run(package):
         followed("mlflow", "wandb", step=1)
     assert other.mock_calls[-1] == call.end_run("FAILED")
     assert (FOLDER / METRICS).read_text() == lines
-
-
-def test_a_tracker_whose_package_is_absent_is_refused_before_any_work(monkeypatch):
-    monkeypatch.setitem(sys.modules, "mlflow", None)
-    config = check({"stage": "sft", "run": {"trackers": ["tensorboard", "mlflow"]}})
-    with pytest.raises(
-        ConfigError, match="set but the package mlflow is not installed; pip inst"
-    ):
-        check_settings(config, 1)
