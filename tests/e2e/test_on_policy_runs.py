@@ -8,14 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import rows_of
 from tests.e2e.launch import metrics, ranks, rows, tiny, without_times
 from tests.e2e.test_stage_runs import on_ranks
 from tests.e2e.test_without_options import start, without
 from tests.model_folder import demo_model
 from tests.sampling_server import SamplingServer, load
 from ulysses.check.preflight import prepare
-from ulysses.check.setting_checks import check_settings
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
 
@@ -79,24 +77,6 @@ def test_a_server_samples(teacher, tmp_path):
     reloads = [path for path, _ in server.asked].count("/collective_rpc")
     assert reloads == 4
     assert {body["max_tokens"] for path, body in server.asked if "completions" in path} == {9}
-
-
-UNFIT = r"""
---distill.on_policy 0.5 --distill.nll_weight 1 => nll_weight is 1 but answers that
---distill.on_policy 0.5 --data.train_on all => train_on is "all" but the student
---distill.on_policy 0.5 --batch.tokens_per_microbatch 130 => \
-is 130 but data.max_length \(prompts\) \+ ppo.max_new_tokens is 137
---distill.on_policy 0.5 --ppo.sampler_sync gloo => ppo.sampler names no servers
---distill.on_policy 0.5 --ppo.gamma 0.5 => ppo.gamma: stage 'distill' reads
- => ppo.max_new_tokens: stage 'distill' reads no settings of ppo
-"""
-
-
-@pytest.mark.parametrize("typed, sentence", rows_of(UNFIT))
-def test_what_does_not_fit_is_refused(teacher, tmp_path, typed, sentence):
-    line = settings(teacher, tmp_path / "run", typed)
-    with pytest.raises(ConfigError, match=sentence):
-        check_settings(parse_command_line(line).config, 1)
 
 
 def test_a_teacher_must_know_all_that_the_student_may_sample(tmp_path):

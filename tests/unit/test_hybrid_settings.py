@@ -55,32 +55,6 @@ def test_the_interval_of_full_attention_is_written_where_there_is_one(family, la
         assert ModelConfig.from_hf(written) == config
 
 
-NOT_COMPUTED = """
-{"linear_num_value_heads": 4} => linear_num_value_heads is 4 but must be a multiple of
-{"linear_conv_kernel_dim": 0} => linear_conv_kernel_dim = 0 but it must be a whole number
-{"layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "sliding_attention"]} \
-=> has layers of linear_attention, full_attention here
-{"hidden_act": "gelu"} => hidden_act = 'gelu', which these models do not compute
-{"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 2}} => partial_rotary_factor 2, so that 32 columns
-{"head_dim": 12} => head_dim is 12 and partial_rotary_factor 0.25, so that 3 columns would turn
-{"model_type": "qwen3", "head_dim": 15} => head_dim is 15 and partial_rotary_factor 1, so that 15 columns would turn
-{"model_type": "qwen3_moe", "mlp_only_layers": "0"} => mlp_only_layers = '0' but it must be a list of
-{"model_type": "qwen3_moe", "decoder_sparse_step": 0} => decoder_sparse_step = 0 but it must be a whole number
-{"model_type": "qwen3_moe", "decoder_sparse_step": 9} => decoder_sparse_step = 9, which leave no layer with experts
-{"model_type": "qwen3_moe", "mlp_only_layers": ["0"]} => mlp_only_layers = .'0'. but it must be a list of the numbers
-{"model_type": "qwen3_moe", "mlp_only_layers": [0, 1, 2, 3]} => 2, 3] .* leave no layer with experts
-"""
-
-
-@pytest.mark.parametrize("changes, complaint", rows_of(NOT_COMPUTED))
-def test_what_is_not_computed_is_refused(changes, complaint):
-    config = FAMILIES["qwen3_5"] | json.loads(changes)
-    if config["model_type"] != "qwen3_5_text":
-        del config["rope_parameters"]
-    with pytest.raises(ValueError, match=complaint):
-        ModelConfig.from_hf(config)
-
-
 def test_a_multimodal_config_keeps_what_is_around_the_text_model():
     text = {k: v for k, v in FAMILIES["qwen3_5"].items() if k != "model_type"}
     rope = text["rope_parameters"] | {"mrope_section": [1, 1, 0]}
@@ -137,7 +111,7 @@ def test_targets_that_the_model_lacks_are_refused(family, targets, complaint):
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo2"])
-def test_every_projection_has_an_adapter_by_default(family) -> None:
+def test_every_projection_has_an_adapter_by_default(family):
     shape = ModelConfig.from_hf(FAMILIES[family])
     settings = {"path": "x", "lora": {"rank": 2}}
     config = check({"stage": "sft", "data": {"train": ["x"]}, "model": settings})
@@ -161,7 +135,7 @@ def test_every_projection_has_an_adapter_by_default(family) -> None:
     assert choose_targets(again, shape) == chosen
 
 
-def test_a_run_without_adapters_writes_a_configuration_that_is_accepted_again() -> None:
+def test_a_run_without_adapters_writes_a_configuration_that_is_accepted_again():
     model = {"config": FAMILIES["qwen3_5"], "init": "random"}
     values = {"stage": "sft", "data": {"train": [__file__]}, "model": model}
     config = check(values | {"run": {"steps": 1}})
@@ -170,7 +144,7 @@ def test_a_run_without_adapters_writes_a_configuration_that_is_accepted_again() 
     assert not found.model.lora.model_dump(exclude_defaults=True)
 
 
-def test_small_hybrids_are_planned_and_run_without_graphs() -> None:
+def test_small_hybrids_are_planned_and_run_without_graphs():
     """The kernels' launches depend on the chunks of a packing; a small dense model has graphs on the same GPU."""
     found = {}
     for name in ("qwen2.5-0.5b", "qwen3.5-0.8b"):

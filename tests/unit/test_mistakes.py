@@ -332,6 +332,14 @@ PPO --run.stall_warning 1e300 => run.stall_warning is '1e300': no number can be 
 PPO --ppo.reward_timeout 1e7 => ppo.reward_timeout is '1e7': input should be less than or equal to 1000000
 PPO --run.seed 1000000000000000000000000000000 => 0': no number can be meant that is beyond 2^53
 PPO --data.workers 5000 => data.workers is '5000': input should be less than or equal to 1024
+DISTILL --ppo.max_new_tokens 9 => ppo.max_new_tokens: stage 'distill' reads no settings of ppo
+DISTILL --distill.on_policy 0.5 --distill.jsd_beta 1 --distill.nll_weight 1 => nll_weight is 1 but answers that
+DISTILL --distill.on_policy 0.5 --distill.jsd_beta 1 --data.train_on all => train_on is "all" but the student
+DISTILL --distill.on_policy 0.5 --distill.jsd_beta 1 --ppo.max_new_tokens 9 --batch.tokens_per_microbatch 260 \
+=> is 260 but data.max_length (prompts) + ppo.max_new_tokens is 265
+DISTILL --distill.on_policy 0.5 --distill.jsd_beta 1 --ppo.sampler_sync gloo => ppo.sampler names no servers
+DISTILL --distill.on_policy 0.5 --distill.jsd_beta 1 --ppo.gamma 0.5 => ppo.gamma: stage 'distill' reads
+SFT --model.quantize nf4 => model.quantize is "nf4" but all weights are trained
 DEMO --run.resume PLACE => is not a complete checkpoint; give a folder RUN/checkpoints/step-N
 DEMO --model.init pretrained --model.path PLACE/nowhere --model.config {} => there is no folder PLACE/nowhere
 """
@@ -379,7 +387,14 @@ def place(tmp_path_factory):
 
 
 def typed(line, place):
-    stages = {"DEMO": "dpo", "KTO": "kto", "SFT": "sft", "PPO": "ppo", "RM": "rm"}
+    stages = {
+        "DEMO": "dpo",
+        "KTO": "kto",
+        "SFT": "sft",
+        "PPO": "ppo",
+        "RM": "rm",
+        "DISTILL": "distill",
+    }
     words = line.replace("PLACE", str(place)).replace("BASE", BASE).split()
     if words and words[0] in stages:
         words[:1] = tiny(stages[words[0]], place / "run")

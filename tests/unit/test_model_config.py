@@ -146,18 +146,42 @@ gemma3_text => {"rope_parameters": {"sliding_attention": LOCAL}} \
 => rope_parameters = .*, where each kind of layers must have a table;
 olmo3 => {"rope_parameters": {"full_attention": LOCAL, "sliding_attention": null}} \
 => rope_parameters = .*, where each kind of layers must have a table;
+qwen3_5_text => {"linear_num_value_heads": 4} => linear_num_value_heads is 4 but must be a multiple of
+qwen3_5_text => {"linear_conv_kernel_dim": 0} => linear_conv_kernel_dim = 0 but it must be a whole number
+qwen3_5_text => {"layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "sliding_attention"]} \
+=> layer_types of .* has layers of linear_attention, full_attention here
+qwen3_5_text => {"hidden_act": "gelu"} => hidden_act = 'gelu', which these models do not compute
+qwen3_5_text => {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 2}} \
+=> .* partial_rotary_factor 2, so that 32 columns would turn
+qwen3_5_text => {"head_dim": 12} => head_dim is 12 and partial_rotary_factor 0.25, so that 3 columns would turn
+qwen3 => {"head_dim": 15} => head_dim is 15 and partial_rotary_factor 1, so that 15 columns would turn
+qwen3_moe => {"mlp_only_layers": "0"} => mlp_only_layers = '0' but it must be a list of
+qwen3_moe => {"mlp_only_layers": ["0"]} => mlp_only_layers = .'0'. but it must be a list of the numbers
+qwen3_moe => {"mlp_only_layers": [0, 1]} => mlp_only_layers = .0, 1. .* leave no layer with experts
+qwen3_moe => {"decoder_sparse_step": 0} => decoder_sparse_step = 0 but it must be a whole number
+qwen3_moe => {"decoder_sparse_step": 9} => .* decoder_sparse_step = 9, which leave no layer with experts
+llama => {"quantization_config": {"quant_method": "gptq"}} => quantization_config .* by gptq, but only bitsandbytes' NF4
+llama => {"quantization_config": {"quant_method": "awq"}} => quantization_config .* by awq, but only bitsandbytes' NF4
+llama => {"quantization_config": {"quant_method": "fp8"}} => quantization_config .* by fp8, but only bitsandbytes' NF4
+llama => {"quantization_config": {"quant_method": "mxfp4"}} \
+=> quantization_config .* by mxfp4, but only bitsandbytes' NF4
+llama => {"quantization_config": {"quant_method": "compressed-tensors"}} \
+=> quantization_config .* quantised by compressed-tensors, but only bitsandbytes' NF4
 """
 SHORT = {"LOCAL": '{"rope_type": "default", "rope_theta": 77.0}', "LONG": "9" * 400}
 
 
 @pytest.mark.parametrize("model_type, fields, sentence", rows_of(REFUSED))
 def test_a_file_that_says_what_cannot_be_is_refused(model_type, fields, sentence):
+    base = LLAMA | {"model_type": model_type}
+    if model_type == "qwen3_5_text":
+        base = CASES["qwen3_5"]
     for name, text in SHORT.items():
         fields = fields.replace(name, text)
     for table in ("rope_scaling", "rope_parameters"):
-        given = LLAMA | {"model_type": model_type} | json.loads(fields.replace("TABLE", table))
-        with pytest.raises(ValueError, match=f"^config.json has {sentence}") as caught:
-            ModelConfig.from_hf(given)
+        changes = json.loads(fields.replace("TABLE", table))
+        with pytest.raises(ValueError, match=f"^(config.json has )?{sentence}") as caught:
+            ModelConfig.from_hf(base | changes)
         assert len(str(caught.value)) < 300
 
 
