@@ -23,7 +23,13 @@ from ulysses.train import main
 
 SETTINGS = {"run_id": "1a2b", "stage": "sft", "optimizer": {"lr": 1e-3}}
 FOLDER = Path("run")
-# the calls by which each service starts, takes a step, and ends well or badly, in its own documented names
+# the calls by which each service starts, takes a step, and ends well or badly, in its own documented names; two of them
+# know no run that has failed
+TOLD_LITTLE = (
+    [call.log({"loss": 2.5}, step=4)],
+    [call.finish()],
+    [call.log({"failed": 1}), call.finish()],
+)
 CALLS = {
     "wandb": (
         [call.init(project="lab", config=SETTINGS, name="run", dir=FOLDER, resume="allow")],
@@ -43,9 +49,7 @@ CALLS = {
     ),
     "trackio": (
         [call.init(project="lab", name="run", config=SETTINGS, resume="allow")],
-        [call.log({"loss": 2.5}, step=4)],
-        [call.finish()],
-        [call.log({"failed": 1}), call.finish()],
+        *TOLD_LITTLE,
     ),
     "swanlab": (
         [
@@ -56,9 +60,7 @@ CALLS = {
                 logdir=f"{FOLDER}/swanlab",
             )
         ],
-        [call.log({"loss": 2.5}, step=4)],
-        [call.finish()],
-        [call.log({"failed": 1}), call.finish()],
+        *TOLD_LITTLE,
     ),
 }
 
