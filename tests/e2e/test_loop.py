@@ -57,7 +57,7 @@ def test_what_a_run_leaves_behind_that_ends_when_evaluations_stop_improving(tmp_
     assert [{**more, **values} for _, (values,), more in logs] == lines
 
     again = settings("sft", tmp_path / "run", f"{typed} --run.wandb= --run.resume auto")
-    assert on_ranks(1, again) == metrics(tmp_path / "run")
+    assert len(on_ranks(1, again)) == last
 
 
 @pytest.mark.parametrize("other", [f"--data.eval {rows('sft_eval', 12)}", "--sft.z_loss 1"])
