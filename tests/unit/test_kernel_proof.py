@@ -42,7 +42,7 @@ def test_a_wrong_kernel_is_not_remembered(tmp_path):
     assert prove.call_count == 2 and not [*tmp_path.glob("*.json")]
 
 
-def hybrid_on_a_gpu(monkeypatch, attention: str):
+def hybrid_on_a_gpu(monkeypatch, attention):
     """Return the stage of a hybrid's run, with proofs that are only counted."""
     settings = {"path": "x", "attention": attention}
     config = check(

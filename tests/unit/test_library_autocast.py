@@ -6,7 +6,6 @@ it, would also give gradients that are those of no function.
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from losses import linear_logprobs
@@ -19,38 +18,38 @@ TARGETS = torch.randint(0, 100, (50,), generator=DRAW)
 HEADS = [torch.randn(50, heads, 16, generator=DRAW) for heads in (4, 2, 2)]
 
 
-def logps(hidden: Tensor, weight: Tensor) -> Tensor:
+def logps(hidden, weight):
     return linear_logprobs(hidden, weight, TARGETS, tile_rows=20).logps
 
 
-def entropy(hidden: Tensor, weight: Tensor) -> Tensor:
+def entropy(hidden, weight):
     return linear_logprobs(hidden, weight, TARGETS, entropy=True).entropy
 
 
-def nll(hidden: Tensor, weight: Tensor) -> Tensor:
+def nll(hidden, weight):
     return linear_logprobs(hidden, weight, TARGETS, loss_weights=torch.ones(50)).nll
 
 
-def distilled(hidden: Tensor, weight: Tensor) -> Tensor:
+def distilled(hidden, weight):
     loss = distillation(HIDDEN.flip(0), WEIGHT, beta=0.5, temperature=1.0, nll_weight=0.5)
     ones = torch.ones(50)
     return linear_logprobs(hidden, weight, TARGETS, loss_weights=ones, tile_loss=loss).nll
 
 
-def attended(*heads: Tensor, kernel: str = "auto", window: int | None = None) -> Tensor:
+def attended(*heads, kernel="auto", window=None):
     attention = UlyssesAttention(None, 4, 2, 16, kernel, window=window)
     return attention(*heads, torch.tensor([0, 20, 50]))
 
 
-def attended_plainly(*heads: Tensor) -> Tensor:
+def attended_plainly(*heads):
     return attended(*heads, kernel="reference")
 
 
-def attended_through_a_window(*heads: Tensor) -> Tensor:
+def attended_through_a_window(*heads):
     return attended(*heads, window=7)
 
 
-def attended_with_sinks(*heads: Tensor) -> Tensor:
+def attended_with_sinks(*heads):
     attention, sink = UlyssesAttention(None, 4, 2, 16), torch.linspace(-1, 1, 4)
     return attention(*heads, torch.tensor([0, 20, 50]), sink=sink + heads[0].mean())
 
