@@ -414,24 +414,27 @@ def test_one_sentence(line, wanted, place, monkeypatch):
     assert "\n" not in sentence and len(sentence) < 600 and "secret" not in sentence
 
 
-ALL_AT_ONCE = {
-    "BASE --max_grad_norm 1 --run.seed -1 --run.stps 3 --dpo.beta x --use_dora --template llama3":
-        "run.stps: |max_grad_norm: |use_dora: |template: |dpo.beta is 'x'|run.seed is ",
-    # settings that do not fit each other
-    "DEMO --parallel.sequence_parallel_size 3 --deepspeed.zero_optimization.stage 2 --dpo.loss_type cdpo":
-        "parallel.sequence_parallel_size is 3|dpo: loss_type is|deepspeed.zero_optimization.stage is owned",
-    # what they name
-    "DEMO --data.train PLACE/none.jsonl --model.tokenizer PLACE/nowhere --run.resume PLACE --model.attention flash4":
-        "data: |model.tokenizer is|model.attention: |run.resume: ",
-}  # fmt: skip
+# what is typed, and how the sentences begin: unknown settings and wrong values, settings that do not fit each other,
+# what they name, and settings that are not read
+ALL_AT_ONCE = """
+BASE --max_grad_norm 1 --run.seed -1 --run.stps 3 --dpo.beta x --use_dora --template llama3 \
+=> run.stps: |max_grad_norm: |use_dora: |template: |dpo.beta is 'x'|run.seed is
+DEMO --parallel.sequence_parallel_size 3 --deepspeed.zero_optimization.stage 2 --dpo.loss_type cdpo \
+=> parallel.sequence_parallel_size is 3|dpo: loss_type is|deepspeed.zero_optimization.stage is owned
+DEMO --data.train PLACE/none.jsonl --model.tokenizer PLACE/nowhere --run.resume PLACE --model.attention flash4 \
+=> data: |model.tokenizer is|model.attention: |run.resume:
+DISTILL --distill.on_policy 0.5 --distill.jsd_beta 1 --ppo.max_episode_tokens 200 --ppo.gamma 0.5 \
+--ppo.rollouts_ahead 1 --ppo.sampler_sync gloo \
+=> ppo.gamma, ppo.max_episode_tokens, ppo.rollouts_ahead: stage 'distill' reads only|ppo.sampler_sync: not read
+"""
 
 
-@pytest.mark.parametrize("line", ALL_AT_ONCE)
-def test_all_mistakes_at_once(line, place):
+@pytest.mark.parametrize("line, starts", rows_of(ALL_AT_ONCE))
+def test_all_mistakes_at_once(line, starts, place):
     with pytest.raises(ConfigError) as caught:
         prepare(parse_command_line(typed(line, place)).config, 8)
     first, *found, last = str(caught.value).splitlines()
-    starts = ALL_AT_ONCE[line].split("|")
+    starts = starts.split("|")
     assert first == f"{len(starts)} settings are wrong:"
     assert last.startswith("change all of them; ulysses train --help")
     for text, start in zip(found, starts, strict=True):

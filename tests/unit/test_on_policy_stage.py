@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests import rows_of
-from ulysses.config.command_line import check, contradictions
+from ulysses.config.command_line import check
 from ulysses.options import stage_of
 from ulysses.parallel.batch import Sequence
 from ulysses.rl.on_policy import OnPolicyStage, prompt_of
@@ -27,14 +27,6 @@ def test_a_prompt_ends_where_the_last_answer_begins(weights, prompt, why):
     weights = np.array(weights.split(), np.float32)
     row = Sequence(np.arange(len(weights)), weights)
     assert prompt_of(row) == [*range(int(prompt))], why
-
-
-def test_a_setting_that_is_not_read_is_told_once():
-    ppo = {"max_episode_tokens": 200, "gamma": 0.5, "rollouts_ahead": 1, "sampler_sync": "gloo"}
-    tables = {"distill": {"teacher": "m", "on_policy": 0.5}, "ppo": ppo}
-    config = check({"stage": "distill", **tables})
-    said = "\n".join(contradictions(config, stage_of(config)))
-    assert [said.count(f"ppo.{name}") for name in ppo] == [1] * len(ppo)
 
 
 def test_sampled_answers_are_planned_for():
