@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import sys
 from collections import namedtuple
 
 import pytest
@@ -180,13 +181,19 @@ def test_a_tokenizer_of_another_model_is_named(run, tmp_path):
 
 @pytest.mark.parametrize("asked", ["--dry-run", "--inspect 1"])
 def test_no_code_of_the_user_runs_before_the_start(asked, capsys, tmp_path, monkeypatch):
-    (tmp_path / "scores.py").write_text("raise SystemExit('imported')")
+    """And a tracker's package, which a run needs, is not needed to look."""
+    (tmp_path / "own.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(ROOT)
-    line = [str(DEMO / "ppo.toml"), "--ppo.reward", "scores:score", "--model.init", "random"]
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    line = [str(DEMO / "ppo.toml"), "--ppo.reward", "own:score", "--model.init", "random"]
+    line += ["--run.trackers", '["mlflow", "own:Mine"]']
     own = f"--data.cache {tmp_path}/cache --run.output {tmp_path}/run --parallel.sequence_parallel_size 1 {asked}"
     assert main(["--debug", "--config", *line, *own.split()]) == 0
-    assert "imported" not in "".join(capsys.readouterr())
+    said = "".join(capsys.readouterr())
+    assert "imported" not in said and "own" not in sys.modules
+    refusal = "the run would be refused: run.trackers is set but the package mlflow is not inst"
+    assert (refusal in said) == (asked == "--dry-run")
 
 
 NOTHING = "--run.export false --run.save_last false"

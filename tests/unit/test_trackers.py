@@ -10,7 +10,6 @@ from unittest.mock import MagicMock, call
 
 import pytest
 
-from tests import ROOT
 from tests.own_tracker import Remembers
 from ulysses.check.setting_checks import check_trackers
 from ulysses.config.command_line import check
@@ -19,7 +18,6 @@ from ulysses.disk import DiskError
 from ulysses.options import TRACKERS
 from ulysses.run.metrics import METRICS, MetricsLog, logged
 from ulysses.run.trackers import TrackedRun
-from ulysses.train import main
 
 SETTINGS = {"run_id": "1a2b", "stage": "sft", "optimizer": {"lr": 1e-3}}
 FOLDER = Path("run")
@@ -179,30 +177,6 @@ def test_a_run_goes_on_whose_file_a_crash_has_cut():
     text = (FOLDER / METRICS).read_text()
     assert text.startswith(lines[0] + lines[3]) and text.count("\n") == 3
     assert [line["step"] for line in logged(FOLDER / METRICS)] == [1, 4, 5]
-
-
-@pytest.mark.parametrize("command", ["--dry-run", "--inspect"])
-def test_a_command_that_only_looks_runs_no_tracker_and_needs_none(
-    command, monkeypatch, capsys, tmp_path
-):
-    monkeypatch.setitem(sys.modules, "mlflow", None)
-    (tmp_path / "my_tracker.py").write_text("raise RuntimeError('it ran')")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    line = f"--config {ROOT}/configs/demo/sft.toml --parallel.sequence_parallel_size 1 {command}".split()
-    line += ["1"] * (command == "--inspect")
-    line += [
-        "--run.trackers",
-        '["mlflow", "my_tracker:Mine"]',
-        "--data.cache",
-        str(tmp_path / "cache"),
-    ]
-    monkeypatch.chdir(ROOT)
-    assert main(line) == 0
-    assert "my_tracker" not in sys.modules
-    refusal = (
-        "the run would be refused: run.trackers is set but the package mlflow is not installed"
-    )
-    assert (refusal in capsys.readouterr().out) == (command == "--dry-run")
 
 
 @pytest.mark.parametrize("name", ["tensorbord", "my_trackre:Mine"])
