@@ -452,7 +452,8 @@ def test_rewards_of_a_server(monkeypatch):
 
 
 def test_several_rewards_have_weights_and_held_out_prompts_show_each_by_name():
-    assert PpoSection(reward=[HALF, ALL]).reward == {HALF: 1.0, ALL: 1.0}
+    assert PpoSection().reward == {}
+    assert PpoSection(reward=[HALF, ALL, HALF]).reward == {HALF: 2.0, ALL: 1.0}
     section = PpoSection(reward={"models/rm": 0.5, HALF: 2.0})
     assert section.reward_model == "models/rm"
     rounds = [answered(), answered(PROMPTS[:1], ANSWERS[:1])]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from losses.logprobs import LogProbs
-from tests.unit.test_ppo_stage import answered, ppo, ppo_stage, turns
+from tests.unit.test_ppo_stage import answered, ppo_stage, turns
 from ulysses.data.read.sources import RawRow
 from ulysses.data.read.trajectories import read_trajectory
 from ulysses.parallel.batch import pack_shard
@@ -124,9 +124,3 @@ def test_the_score_of_the_only_reward_is_the_score():
     answer = Trajectory([5], [7], [-1.0], [True], True, score=score, scores={"m:f": score})
     metrics = answer_metrics([[answer]])
     assert metrics["objective/scores/m:f"] == metrics["objective/scores"] == score
-
-
-def test_a_reward_that_a_list_names_twice_is_added_twice():
-    assert ppo().reward == {}
-    section = type(ppo())(reward=["a:b", "models/rm", "a:b"])
-    assert section.reward == {"a:b": 2.0, "models/rm": 1.0}
