@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import rows_of
 from tests.harness import device, full, need_gpus, run_distributed
 from tests.unit.test_kernels import gpu_kernels, naive
 from tests.unit.test_layout import HEADS, RAGGED, simulated_mesh
@@ -232,57 +231,3 @@ def test_seq_all_to_all_4d():
     ]
     with pytest.raises(ValueError, match="it must be"):
         SeqAllToAll4D.apply(None, alone, 0, 1)
-
-
-# what is given for q, k, v and cu_seqlens, and what is said; letters are tensors of the test
-WRONG = r"""
-q k k => needs plan or cu_seqlens
-k k k whole => are torch.float32 \[6, 2, 8\], .*SHAPES
-q q q whole => \[6, 4, 8\]; SHAPES
-q double double whole => torch.float64 \[6, 2, 8\]; SHAPES
-q cut cut whole => \[5, 2, 8\]; SHAPES: .*, and one length S
-q k more whole => \[7, 2, 8\]; .*, and one length S
-q k k short => cu_seqlens ends at 5 but the 1 ranks hold 6 tokens
-q k k none => cu_seqlens ends at 0 but the 1 ranks hold 6 tokens
-q k k late => must describe .* and rise from 0, here 2
-q k k falls => must describe .* and rise from 0, here 0
-""".replace("SHAPES", r"they must have one dtype and \(4, 2, 2\) heads of 8")
-
-
-# what a call may not be given besides, and how no module is made
-WRONG_OPTIONS = """
-window=4, causal=False => window is 4 but causal is False; .* leave one of them
-window=0 => window is 0 but a token sees at least
-window=-1 => window is -1 but a token sees at least
-"""
-WRONG_MODULES = """
-num_heads=4, num_kv_heads=2, head_dim=8, window=0 => window is 0 but a token sees at least itself; set it
-num_heads=-4, num_kv_heads=2, head_dim=8 => must divide the .* query heads
-num_heads=0, num_kv_heads=0, head_dim=8 => must divide the .* query heads
-num_heads=0, num_kv_heads=2, head_dim=8 => must divide the .* query heads
-num_heads=4, num_kv_heads=3, head_dim=8 => num_kv_heads is 3 but must divide the 4 query heads
-num_heads=4, num_kv_heads=2, head_dim=8, kernel="flash" => kernel 'flash' is unknown; set auto, flash4, cudnn
-"""
-
-
-def test_wrong_inputs_are_refused():
-    attention = UlyssesAttention(None, 4, 2, E)
-    q, k = torch.ones(6, 4, E), torch.ones(6, 2, E)
-    given = {"q": q, "k": k, "double": k.double(), "cut": k[:5], "more": torch.ones(7, 2, E)}
-    ends = {"whole": [0, 6], "short": [0, 5], "none": [], "late": [2, 6], "falls": [0, 5, 3, 6]}
-    given |= {name: torch.tensor(places, dtype=torch.int32) for name, places in ends.items()}
-    for names, message in rows_of(WRONG):
-        with pytest.raises(ValueError, match=message):
-            attention(*map(given.get, names.split()))
-    for options, message in rows_of(WRONG_OPTIONS):
-        with pytest.raises(ValueError, match=message):
-            attention(q, k, k, given["whole"], **eval(f"dict({options})"))
-    for options, message in rows_of(WRONG_MODULES):
-        with pytest.raises(ValueError, match=message):
-            UlyssesAttention(None, **eval(f"dict({options})"))
-    split = r"splits heads 4 ways, .* construct it as ParallelMesh\(..., num_heads=14\)"
-    with pytest.raises(ValueError, match=split):
-        UlyssesAttention(simulated_mesh(4, 0, 4), 14, 2, E)
-    batch, _ = packed([5], ParallelMesh())
-    with pytest.raises(ValueError, match="query has 6 tokens but the plan gives this rank 5"):
-        attention(q, k, k, plan=batch.attention_plan)
