@@ -11,6 +11,7 @@ import torch
 from models.arch import ModelConfig
 from models.folders import read_json
 from tests import ROOT, rows_of
+from tests.e2e.launch import CACHE
 from tests.model_folder import demo_model, write_model
 from ulysses.check.preflight import prepare
 from ulysses.config.command_line import parse_command_line
@@ -104,7 +105,9 @@ def test_absent_weights_and_data_are_findings(name, finding, plan, run, tmp_path
 
 
 def demo(folder):
-    line = f"--config {DEMO}/sft.toml --gpus 2 --data.cache {folder}/cache --run.output {folder}/run"
+    line = (
+        f"--config {DEMO}/sft.toml --gpus 2 --data.cache {CACHE.name} --run.output {folder}/run"
+    )
     return line.split()
 
 
@@ -188,7 +191,7 @@ def test_no_code_of_the_user_runs_before_the_start(asked, capsys, tmp_path, monk
     monkeypatch.setitem(sys.modules, "mlflow", None)
     line = [str(DEMO / "ppo.toml"), "--ppo.reward", "own:score", "--model.init", "random"]
     line += ["--run.trackers", '["mlflow", "own:Mine"]']
-    own = f"--data.cache {tmp_path}/cache --run.output {tmp_path}/run --parallel.sequence_parallel_size 1 {asked}"
+    own = f"--data.cache {CACHE.name} --run.output {tmp_path}/run --parallel.sequence_parallel_size 1 {asked}"
     assert main(["--debug", "--config", *line, *own.split()]) == 0
     said = "".join(capsys.readouterr())
     assert "imported" not in said and "own" not in sys.modules
@@ -223,7 +226,7 @@ def test_the_disk_must_hold_what_is_saved_by_step_and_the_timer_only_warns(
     free = (64 << 30) if "lora" not in settings else (14 << 30)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(free))
     own = f"""--model.config.num_hidden_layers 8 --run.steps 4 --model.tokenizer {DEMO}/data/tokenizer
-        --data.train {DEMO}/data/sft_eval.jsonl --data.cache {tmp_path}/cache --run.output {tmp_path}/run {settings}"""
+        --data.train {DEMO}/data/sft_eval.jsonl --data.cache {CACHE.name} --run.output {tmp_path}/run {settings}"""
     found, text = run(*arch(length=4096), *own.split(), *NODE)
     assert found == int(code)
     wanted = f"run.output {tmp_path} has 64.0 GiB free but {said}, or use another disk"

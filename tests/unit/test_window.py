@@ -48,7 +48,7 @@ def config(model):
             model.path = "{model}"
             model.tokenizer = "{data / "tokenizer"}"
             model.dtype = "float32"
-            data.train = "{data / f"{stage}_train.jsonl"}"
+            data.train = "{data / f"{stage}_eval.jsonl"}"
             data.cache = "{model.parent / "cache"}"
             run.output = "{model.parent / "run"}"
             run.steps = 2
