@@ -156,8 +156,8 @@ def test_the_notebooks_cells_run_in_order(name, run, tmp_path):
     cells = read_json(ROOT / f"examples/{name}.ipynb")["cells"]
     code = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     model = demo_model(tmp_path / "model")
-    for name, value in (("MODEL", str(model)), ("STEPS", 3), ("DTYPE", "float32")):
-        code, found = re.subn(rf"(?m)^{name} = .*$", f"{name} = {value!r}", code)
+    for setting, value in (("MODEL", str(model)), ("STEPS", 3), ("DTYPE", "float32")):
+        code, found = re.subn(rf"(?m)^{setting} = .*$", f"{setting} = {value!r}", code)
         assert found == 1
     assert "3 steps, loss" in run_script(code, tmp_path).stdout
     assert (tmp_path / f"runs/{run}/report.html").exists()
