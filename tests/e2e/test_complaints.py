@@ -8,10 +8,12 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from tests import rows_of
@@ -27,6 +29,7 @@ from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
 from ulysses.disk import write_json
 from ulysses.run.build import open_data
+from ulysses.run.training_run import TrainingRun
 from ulysses.watch import failure
 from ulysses.zero.construct import meet
 
@@ -199,6 +202,19 @@ def test_a_process_that_alone_finds_an_error_tells_it_after_it_has_let_the_first
     failure.report_config_error(ConfigError("no tokenizer"), debug=False)
     assert waited == [failure.LAUNCHER_SECONDS]
     assert capsys.readouterr().err == "\nerror (node of rank 1): no tokenizer\n"
+
+
+def test_a_process_that_loses_the_others_at_the_end_ends_its_watch_and_fails():
+    """Else its watchdog would tell too that it has ended without a word."""
+    run = TrainingRun.__new__(TrainingRun)
+    run.watch, run.resources = mock.Mock(), ExitStack()
+    with (
+        mock.patch.object(dist, "get_world_size", return_value=2),
+        mock.patch.object(dist, "barrier", side_effect=RuntimeError("connection closed")),
+        pytest.raises(RuntimeError, match="connection closed"),
+    ):
+        run.__exit__(None, None, None)
+    assert run.watch.mock_calls[-1] == mock.call.stop()
 
 
 def test_a_port_that_is_in_use_is_named(monkeypatch):

@@ -220,6 +220,7 @@ DEMO --data.train {"format":"text"} => path: Field required
 DEMO --data.train {"path":"PLACE/chats.jsonl","subset":"en"} => /chats.jsonl: subset and revision are read of a
 DEMO --data.eval {"path":"PLACE/chats.jsonl","revision":"v1"} => chats.jsonl: subset and revision are read of a
 DEMO --data.train PLACE/gsm8k => its README.md names the subsets main, socratic; name the folder or the files of one
+DEMO --data.train PLACE/notes => chats.jsonl row 1 has no chosen and rejected answers
 DEMO --data.stopping_strategy all_exhausted => data.stopping_strategy: no data source has a probability
 DEMO --dpo.loss_weights [0] => dpo.loss_weights are all 0; nothing would be trained
 DEMO --dpo.loss_type ["ipo","hinge"] --dpo.loss_weights [0,0] => dpo.loss_weights are all 0; nothing would be trained
@@ -382,7 +383,13 @@ def place(tmp_path_factory):
     (folder / "gsm8k/README.md").write_text(
         f"---\ndataset_info:\n{names}configs:\n{names}---\n"
     )
-    write_rows(folder / "chats.jsonl", [{"conv": {"messages": turns}, "messages": turns}])
+    for path in (folder, folder / "notes"):
+        path.mkdir(exist_ok=True)
+        write_rows(path / "chats.jsonl", [{"conv": {"messages": turns}, "messages": turns}])
+    # one subset, in two places, before notes that name others
+    (folder / "notes/README.md").write_text(
+        "---\nconfigs:\n- config_name: 'a'\ndataset_info:\n  config_name: a # all\n---\nconfig_name: b\n"
+    )
     return folder
 
 

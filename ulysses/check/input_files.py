@@ -38,7 +38,9 @@ from ulysses.stages.base import Stage
 ROUTERS = {"router_aux_loss_coefficient", "freeze_router"}  # settings of experts
 # Files that hold a tokenizer's vocabulary: a folder without any has no tokenizer, whatever else describes one.
 TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model")
-SUBSET = re.compile(r"^[ -]*config_name: *(.+)", re.MULTILINE)  # in a dataset's README.md
+# in a dataset's README.md: the table before the text, and a subset that it names
+CARD = re.compile(r"---\n(.*?)^---", re.DOTALL | re.MULTILINE)
+SUBSET = re.compile(r"""^[ -]*config_name: *["']?([^\s"']+)""", re.MULTILINE)
 MOST_EXAMPLES = 2**28  # of an epoch, whose order is in memory
 
 
@@ -80,8 +82,9 @@ def check_sources(config: Config) -> None:
             raise ConfigError(
                 f"data source {source.path}: subset and revision are read of a dataset on the hub alone; remove them"
             )
-        card = source.local_path / "README.md"
-        subsets = {*SUBSET.findall(card.read_text(errors="replace"))} if card.is_file() else ()
+        file = source.local_path / "README.md"
+        card = CARD.match(file.read_text(errors="replace")) if file.is_file() else None
+        subsets = {*SUBSET.findall(card[1])} if card else ()
         if len(subsets) > 1:
             raise ConfigError(
                 f"data source {source.path}: its README.md names the subsets {', '.join(sorted(subsets))}; name the "

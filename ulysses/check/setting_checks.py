@@ -39,7 +39,9 @@ def check_settings(config: Config, world_size: int, findings: list[str] | None =
     if findings is None:  # a dry run starts no trackers, whose packages it does not need
         errors += check_trackers(config)
         gpus = torch.cuda.device_count()
-        if 0 < gpus < (processes := environment.local_world_size()):
+        processes = environment.local_world_size()
+        # a launcher says how many there are of this node; without one they may be those of several nodes
+        if environment.launchers() and 0 < gpus < processes:
             errors.append(
                 f"this node has {processes} processes but its number of GPUs is {gpus}; start one process for each GPU"
             )

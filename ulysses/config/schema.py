@@ -257,7 +257,8 @@ class RunSection(Section):
     """What to continue from: "never", "auto" (the newest complete checkpoint, if any) or the folder of a checkpoint."""
     resume_anyway: bool = False
     """Continue a checkpoint although the training data or their shares, the weights of frozen models (with LoRA, of the
-    base), the file of a reward function, batch.examples, the steps of a rollout, run.seed or the stage have changed."""
+    base), the file of a reward function, batch.examples, the steps of a rollout, ppo.advantage, run.seed or the stage
+    have changed."""
     export: bool = True
     """Write the trained model in Hugging Face format at the end."""
     timeout: float = Field(600.0, ge=5, le=1e6)

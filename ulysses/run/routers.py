@@ -64,9 +64,8 @@ class Routers:
         dist.all_reduce(counts)
         busiest = counts.amax(1) / counts.mean(1).clamp(min=1e-9)
         idle = (counts == 0).sum(1)
-        share = (
-            1 if dist.get_rank() == 0 else 0
-        )  # all ranks know these numbers, which count once
+        # all ranks know these numbers, which count once
+        share = 1 if dist.get_rank() == 0 else 0
         layers = enumerate(self.config.layers)
         numbers = [number for number, kind in layers if kind.feed_forward == "experts"]
         for i, number in enumerate(numbers):

@@ -401,6 +401,7 @@ class TrainingRun:
             dist.barrier()  # the first process may have to wait long for its trackers
         except RuntimeError as lost:
             self.watch.name_lost_rank(lost)
+            self.watch.stop()  # the caller reports this error
             raise
         self.watch.stop()
         dist.barrier()  # the store stays until no process watches it any more
