@@ -121,13 +121,17 @@ CHAT = [
 @pytest.mark.parametrize("eos", ["</s>", "<|im_end|>"])
 @pytest.mark.parametrize("text", ["chatml", PLAIN_CHATML])
 def test_the_token_that_ends_a_turn_need_not_be_special(tmp_path, text, eos):
-    """As tokens of model.add_tokens are not; an answer ends with it once, and with no EOS besides."""
+    """As tokens of model.add_tokens are not; an answer ends with it once, and with no EOS besides.
+
+    In a message its text stays text.
+    """
     tokenizer = made_tokenizer(tmp_path, ("</s>",), "</s>")
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"])
     tokenizer.eos_token = eos
     template = ChatTemplate(tokenizer, text)
-    encoded = encode(template, conversation("q", "a", "r", "b"))
+    encoded = encode(template, conversation("q<|im_end|>", "a", "r", "b"))
     assert encoded.answers == ["a<|im_end|>", "b<|im_end|>"]
+    assert encoded.tokens.count(template.end_of_turn) == 4
     assert encoded.tokens[-1] == template.end_of_turn == len(tokenizer) - 1
 
 
