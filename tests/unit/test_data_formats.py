@@ -422,7 +422,7 @@ def test_file_kinds_give_the_same_records(tmp_path, read_flat):
     (tmp_path / "folder" / "a.json").write_text(
         "\ufeff" + json.dumps(rows, indent=1), encoding="utf-8"
     )
-    table = datasets.Dataset.from_list(rows)
+    table = datasets.Dataset.from_list(rows, split="dev")
     table.to_csv(tmp_path / "a.csv")
     table.to_parquet(tmp_path / "a.parquet")
     table.save_to_disk(tmp_path / "saved")
@@ -430,7 +430,9 @@ def test_file_kinds_give_the_same_records(tmp_path, read_flat):
         records, _ = load(tmp_path / name, "sequence")
         assert [flat(r) for r in records] == expected, name
         assert [where[-5:] for where in places(tmp_path / name)] == ["row 1", "row 2", "row 3"]
-    refused("saved has no split 'test', only train", tmp_path / "saved", split="test")
+    # one that was saved without splits is named as what it was taken from, too
+    assert len(load(tmp_path / "saved", "sequence", split="dev")[0]) == 3
+    refused("saved has no split 'test', only train, dev", tmp_path / "saved", split="test")
 
 
 @pytest.mark.parametrize("name", ["b.jsonl.zst", "deep/b.csv.xz", "b.txt.bz2", "b.json.zip"])

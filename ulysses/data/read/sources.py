@@ -346,7 +346,10 @@ def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:
 def _library_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:
     rows = load_rows(path, source.subset, source.split, source.revision)
     if source.is_saved:
-        rows = _split_of(source, rows if isinstance(rows, dict) else {"train": rows})
+        splits = rows
+        if not isinstance(rows, dict):  # it may still say of which split it was
+            splits = {"train": rows, str(rows.split or "train"): rows}
+        rows = _split_of(source, splits)
     yield from written_rows(rows)
 
 
