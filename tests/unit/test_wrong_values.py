@@ -187,9 +187,8 @@ def test_more_processes_than_gpus_are_refused_before_one_of_them_finds_none(monk
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     check_settings(config, 4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    check_settings(
-        config, 4
-    )  # without a launcher the number is all of the run's, which may be on several nodes
+    # without a launcher the number is that of all processes, which may be on several nodes
+    check_settings(config, 4)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     with pytest.raises(ConfigError, match="has 4 processes but its number of GPUs is 2; start"):
         check_settings(config, 4)

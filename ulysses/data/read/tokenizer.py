@@ -143,9 +143,8 @@ class TextEncoder:
         # what ends a turn does so too where it was added as a token like any other
         ends = {*TURN_ENDS, tokenizer.eos_token}
         special = [i for i, token in added.items() if token.special or token.content in ends]
-        self.backend.add_special_tokens(
-            [added[i] for i in special]
-        )  # whose text in data stays text
+        # so that their text in data stays text
+        self.backend.add_special_tokens([added[i] for i in special])
         self.special = {added[i].content: i for i in special}
         patterns = [
             (r"\s*" if token.lstrip else "")
