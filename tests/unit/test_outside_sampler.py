@@ -250,7 +250,7 @@ def test_an_answer_that_cannot_be_trained_on_is_refused(
 def test_a_server_that_was_told_to_end_is_told_while_it_keeps_a_request(
     tmp_path, server, monkeypatch, fault, said
 ):
-    monkeypatch.setattr(outside, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(outside, "LOOK_SECONDS", 0.5)
     server.fault = fault
     began = time.monotonic()
     with pytest.raises(ValueError, match=f"{server.address}/health failed .{said}"):
@@ -259,7 +259,7 @@ def test_a_server_that_was_told_to_end_is_told_while_it_keeps_a_request(
 
 
 def test_a_busy_server_that_knows_no_health_is_waited_for(tmp_path, server, monkeypatch):
-    monkeypatch.setattr(outside, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(outside, "LOOK_SECONDS", 0.5)
     server.fault = "busy"
     assert len(sampler(tmp_path, f"vllm+{server.address}").sample(PROMPTS)) == 3
 
