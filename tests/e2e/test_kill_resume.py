@@ -151,3 +151,25 @@ def test_sigterm_to_one_process_saves_and_ends_all(tmp_path, uninterrupted):
     assert not (output / "export").exists()
     ranks(line, PROCESSES)
     assert_same_run(output, whole)
+
+
+def test_going_back_deletes_what_came_after(tmp_path, uninterrupted):
+    """A later checkpoint is refused, so that "auto" cannot continue what was left; its owner deletes it."""
+    whole, _ = uninterrupted
+    shutil.copytree(whole, tmp_path / "run")
+    older = tmp_path / f"run/checkpoints/step-{STEPS - 1}"
+
+    def before(rank):
+        from ulysses.run.trainer import Trainer
+
+        Trainer.train_step = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+
+    back = arguments(tmp_path / "run", f"--run.resume {older}")
+    ranks(back, PROCESSES, code=2).refused(f"delete step-{STEPS}, or set another run.output")
+    shutil.rmtree(older.parent / f"step-{STEPS}")
+    shutil.rmtree(tmp_path / "run/export")
+    wait_until_dead(Ranks(back, PROCESSES, before=before))
+    assert older.exists()
+    output = ranks(arguments(tmp_path / "run"), PROCESSES)
+    assert f"resumed {older} at step {STEPS - 1}" in output.stdout + output.stderr
+    assert_same_run(tmp_path / "run", whole)

@@ -20,6 +20,8 @@ from tests.e2e.launch import (
     tiny,
     without_times,
 )
+from tests.tiny_tokenizer import write_rows
+from ulysses.check.run_folder import read_run_state
 
 
 def arguments(folder, typed=""):
@@ -121,6 +123,22 @@ def test_another_mixture_of_the_same_rows_is_refused_as_other_data(tmp_path):
     # these shares give the same order
     even = mixed('"probability":0.5', '"probability":0.5')
     assert "step-2 at step 2" in ranks(arguments(tmp_path, f"{even} --run.steps 3"), 1).stdout
+
+
+@pytest.mark.parametrize("held_out", ["same", "other"])
+def test_the_best_loss_is_not_one_of_other_held_out_rows(tmp_path, held_out):
+    """What the model has learnt is easier than what it has never seen, which a run may hold out later."""
+    for name, text in (("same", "a" * 40), ("other", "\x07\x1b" * 20)):
+        write_rows(tmp_path / f"{name}.jsonl", [{"prompt": "q", "completion": text}] * 4)
+    easy = tmp_path / "same.jsonl"
+    typed = f"--data.train {easy} --run.eval_every 1 --run.save_every 1 --run.resume auto --optimizer.warmup 0"
+    typed += " --optimizer.schedule constant --optimizer.lr 3e-3 --run.steps"
+    ranks(arguments(tmp_path, f"--data.eval {easy} {typed} 3"), 1)
+    ranks(arguments(tmp_path, f"--data.eval {tmp_path / held_out}.jsonl {typed} 4"), 1)
+    third, last = (line["eval/loss"] for line in metrics(tmp_path / "run")[-2:])
+    assert (third < last) == (held_out == "other")
+    state = read_run_state(tmp_path / "run/checkpoints/step-4")
+    assert state["best"] == [4, last]
 
 
 @pytest.mark.parametrize("left", [None, "", "{}"])

@@ -221,6 +221,12 @@ def test_one_file_knows_the_environment():
         assert not found, f"{path.relative_to(ROOT)} uses environment variables"
 
 
+def test_tests_use_public_faces():
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        if path.name != "test_architecture.py":
+            assert "ParallelMesh.__new__" not in path.read_text(), path
+
+
 def import_alone(name):
     """Import a module in a fork, which forgets all that is ours and keeps the large packages of others."""
     for known in [module for module in sys.modules if module.split(".")[0] in PACKAGES]:

@@ -296,6 +296,18 @@ def test_many_turns_without_marks_are_told_apart_as_one_by_one(
         )
 
 
+def test_a_template_that_rewrites_history_is_refused_per_row(tokenizers, templated):
+    template = templated(
+        tokenizers["chatml"],
+        "{% for m in messages %}{{ m.role }}:"
+        "{% if m.role != 'assistant' or loop.last %}{{ m.content }}{% endif %}<|im_end|>"
+        "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
+    )
+    encode(template, conversation(*"qa"))
+    with pytest.raises(DropRowError, match=r"rewrites earlier turns.*generation"):
+        encode(template, conversation(*"qaqb"))
+
+
 THINK = "<think>\n{}\n</think>\n\n{}"
 R1 = (  # opens every answer with <think>, and shows none of the thinking, as DeepSeek-R1's distilled models do
     "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>A:' + m.content.split('</think>')[-1]"
@@ -378,7 +390,7 @@ def test_thinking_that_a_template_always_cuts_off_is_trained_where_the_model_wri
         opened + history + "[u\n</think>\n\nb<|im_end|>]",
         opened + "<think>\n[t\n</think>\n\na<|im_end|>]",
     ]
-    with pytest.raises(DropRowError, match=r"rewrites earlier turns.*generation"):
+    with pytest.raises(DropRowError, match="rewrites earlier turns"):
         encode(template, messages)
     with pytest.raises(DropRowError, match="where it opens the assistant's turn"):
         encode(template, conversation("q", "no thinking"))

@@ -256,6 +256,14 @@ def test_a_prompt_that_ends_with_the_assistant_begins_its_answers(read, prompt, 
     assert later == f"[user: q, {end}] [user: q, assistant: a]"
 
 
+def test_message_weights(read):
+    said = '{"role": "user", "content": "q"%s}', '{"role": "assistant", "content": "a"%s}'
+    more = ', "loss_weight": 0.0', ', "train": false', "", ', "weight": 0.5', "", ""
+    turns = ", ".join(turn % extra for turn, extra in zip(said * 3, more))
+    (record,), _ = read(f'{{"messages": [{turns}]}}', "sequence")
+    assert [m.weight for m in record.answers[0]] == [0, 0, 1, 0.5, 1, 1]
+
+
 @pytest.mark.parametrize(
     "row, kinds, sentence",
     table(r"""

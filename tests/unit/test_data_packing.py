@@ -1,6 +1,7 @@
 """Packing inside a step and the order of steps: LAW of one order for every topology."""
 
 import random
+from copy import copy
 
 import numpy as np
 import pytest
@@ -105,6 +106,25 @@ def test_order_depends_on_seed_and_epoch_alone():
     assert order() != order(seed=2) and order() != order(epoch=1)
     # written down: no library may change it
     assert [*shuffled(8, 1, 2)] == [4, 3, 5, 0, 1, 7, 6, 2]
+
+
+def test_source_weights_repeat_and_sample():
+    dataset, given = dataset_of(*[[10]] * 30), {"tokens_per_microbatch": 500}
+    dataset.sources, dataset.source_weights = np.arange(30) // 10 > 0, [2.0, 0.5]
+    loader = StepLoader(dataset, 7, **given)
+    counts = [np.bincount(loader.order(epoch), minlength=30) for epoch in range(8)]
+    assert loader.examples_per_epoch == 30 and loader.steps_per_epoch == 5
+    for count in counts:
+        assert (count[:10] == 2).all() and count[10:].max() == 1 and count[10:].sum() == 10
+    assert (sum(counts)[10:] > 0).all()  # another half each epoch
+    odd = copy(dataset)
+    odd.sources = np.arange(30) >= 25  # of which half are two and a half
+    orders = [StepLoader(odd, 7, **given).order(epoch) for epoch in (0, 1)]
+    assert {*range(25, 30)} <= {*np.concatenate(orders)}
+    assert StepLoader(dataset, 7, **given, shuffle=False).examples_per_epoch == 30
+    dataset.source_weights = [0.01, 0.01]
+    with pytest.raises(ValueError, match=r"leave no example of rows in an epoch, which has 10"):
+        check_examples(stage_of(check({"stage": "sft"})), dataset, None)
 
 
 def test_a_long_example_is_refused_before_any_step_with_the_number_to_raise():

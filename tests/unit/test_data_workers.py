@@ -61,7 +61,7 @@ def test_a_long_document_is_tokenised_in_batches_of_its_parts(open_rows, monkeyp
 
 @pytest.mark.parametrize("kind", ROWS)
 def test_what_is_written_does_not_depend_on_the_number_of_processes(open_with, kind):
-    one, other = (open_with(ROWS[kind], kind, count) for count in (1, 2))
+    one, other = (open_with(ROWS[kind], kind, count) for count in (1, 3))
     assert len(one) > 900 and (kind == "prompt" or one.report.dropped)
     for path in one.folder.iterdir():
         assert path.read_bytes() == (other.folder / path.name).read_bytes(), path.name
@@ -72,11 +72,11 @@ def test_the_first_bad_row_stops_the_run(open_with):
     for row in ({"messages": 3}, "a text"):
         rows = [*ROWS["sequence"][:1000], row, *ROWS["sequence"][:20], {"messages": 4}]
         with pytest.raises(DataError, match="rows.jsonl row 1001 ") as found:
-            open_with(rows, "sequence", 2)
+            open_with(rows, "sequence", 3)
         with pytest.raises(DataError) as alone:
             open_with(rows, "sequence", 1)
         assert str(found.value) == str(alone.value)
-    assert sum(open_with(rows, "sequence", 2, bad_rows="drop").report.dropped.values()) == 2
+        assert sum(open_with(rows, "sequence", 2, bad_rows="drop").report.dropped.values()) == 2
     assert not active_children()
 
 

@@ -43,6 +43,12 @@ def test_right_kernels_are_proven_and_wrong_ones_refused(shares, monkeypatch):
         delta_kernels.prove_rule(*case)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there may be kernels")
+def test_what_is_not_installed_is_named():
+    with pytest.raises(ValueError, match=r"install them with pip install -e .\.\[hybrid\]"):
+        delta_kernels.load()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "heads", [(4, 8, 128, 128, 4), (3, 6, 128, 128, 4), (16, 32, 128, 128, 4)]

@@ -70,6 +70,9 @@ def test_a_multimodal_config_keeps_what_is_around_the_text_model():
     )
     written = config.to_hf(dtype="float32")
     assert ModelConfig.from_hf(written).to_hf(dtype="float32") == written
+    assert ModelConfig.from_hf(written) == ModelConfig.from_hf(
+        ModelConfig.from_hf(written).to_hf(dtype="float32")
+    )
     assert written["vision_config"] == {"depth": 3} and written["model_type"] == "qwen3_5"
     inner = written["text_config"]
     assert inner["mtp_num_hidden_layers"] == 1 and inner["rope_parameters"]["factor"] == 4

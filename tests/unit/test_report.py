@@ -198,6 +198,29 @@ def test_the_legend_names_runs_and_held_out_sets(tmp_path):
     assert said == "pale: each step; line: running mean; dots: held out"
 
 
+def test_samples_are_a_table_for_each_prompt(tmp_path):
+    lines = [
+        {
+            "step": step,
+            "by": f"step {step}",
+            "prompt": f"<b>{question}\n?",
+            "answer": f"{step}\n&",
+        }
+        for step in (0, 20)
+        for question in "xy"
+    ]
+    folder = write(tmp_path / "run", training(3))
+    write_rows(
+        folder / "samples.jsonl", [*lines, *lines[2:]]
+    )  # as a resumed run adds them again
+    assert main([str(folder)]) == 0
+    text = (folder / "report.html").read_text()
+    for question in "xy":
+        table = text.partition(f"<h4>&lt;b&gt;{question}\n?</h4>")[2].partition("</table>")[0]
+        cells = re.findall("<td>([^<]*)</td>", table)
+        assert cells == ["step 0", "0\n&amp;", "step 20", "20\n&amp;"]
+
+
 def test_answers_that_a_resumed_run_gave_again_stand_for_those_of_before(tmp_path):
     """As its metrics do; a rollout has several answers to a prompt."""
     of_runs = ("a", 0, "step 0", "A"), ("a", 9, "rollout 1", "B"), ("a", 9, "rollout 1", "C"), \
