@@ -25,9 +25,9 @@ from torch import Tensor
 
 from . import logprobs_triton
 from .precision import (
-    NO_SECOND_DERIVATIVE,
     at_least_float32,
     has_wide_products,
+    refuse_second_derivative,
     takes_tensors,
     wide_product,
 )
@@ -223,8 +223,7 @@ class _WeightedNll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor, of_nll: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(NO_SECOND_DERIVATIVE)
+        refuse_second_derivative()
         # a scalar would be rounded to the gradient's dtype first
         factor = of_nll[None]
         grads = [
@@ -273,8 +272,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(NO_SECOND_DERIVATIVE)
+        refuse_second_derivative()
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         g_logp, g_entropy, g_lse, g_mean = upstream
         tiles = _Tiles(ctx, hidden, weight, targets, ctx.temperature, ctx.tile_rows, lse)

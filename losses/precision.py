@@ -10,8 +10,6 @@ from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# said in a backward pass whose own derivative is asked for, and would be 0 without a word
-NO_SECOND_DERIVATIVE = "the operation has no second derivative; leave out create_graph=True"
 
 
 def at_least_float32(value: Tensor) -> Tensor:
@@ -40,6 +38,14 @@ def wide_product(
     if total is None:
         return torch.mm(left, right, out_dtype=dtype)
     return torch.addmm(total, left, right, out_dtype=dtype, out=total)
+
+
+def refuse_second_derivative() -> None:
+    """Raise RuntimeError in a backward pass whose own derivative is asked for, and would be 0 without a word."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "the operation has no second derivative; leave out create_graph=True"
+        )
 
 
 def takes_tensors(*of_any_dtype: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from losses.precision import (
-    NO_SECOND_DERIVATIVE,
     at_least_float32,
     has_wide_products,
+    refuse_second_derivative,
     wide_product,
 )
 from ulysses.parallel.layout import Tensors
@@ -155,8 +155,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(NO_SECOND_DERIVATIVE)
+        refuse_second_derivative()
         operation, sums = ctx.operation, GradientSums(whole=True)
         to_inputs = operation.run_back(ctx.saved_tensors, grads, sums)
         return None, None, *to_inputs, *sums.of(trained(operation.tensors))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from losses.precision import NO_SECOND_DERIVATIVE
+from losses.precision import refuse_second_derivative
 from ulysses.memory.levels import Rope
 from ulysses.parallel.layout import AttentionPlan, DocumentBounds, VarlenCall
 
@@ -225,8 +225,7 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(NO_SECOND_DERIVATIVE)
+        refuse_second_derivative()
         recorded, this_pass, rows = ctx.rest
         del ctx.rest, this_pass  # from here on another pass may run
         recorded.grad[:rows] = grad

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from losses.precision import NO_SECOND_DERIVATIVE
+from losses.precision import refuse_second_derivative
 from ulysses.memory.levels import Rope
 from ulysses.memory.offload import OffloadedTensors
 from ulysses.parallel.attention import Attention
@@ -107,8 +107,7 @@ class LayerNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(NO_SECOND_DERIVATIVE)
+        refuse_second_derivative()
         layer, rope, plan, saved = ctx.rest
         del ctx.rest
         before_project, before_output, before_second_half = ctx.random_states
