@@ -82,13 +82,21 @@ def one(place, fault="", typed=""):
     return inside, live_bytes(), loss
 
 
+def open_files():
+    """Return how many files this process has open, once no earlier run watches it."""
+    assert until(lambda: "heartbeat" not in [t.name for t in threading.enumerate()])
+    return len(os.listdir("/proc/self/fd"))
+
+
 def several_runs(place):
     dist.destroy_process_group()
     unfreeze()  # what the rank began with counts, too
     # of earlier tests, whose process this one was forked from: none may go meanwhile
     inherited = live_tensors()
     held, live = live_bytes(), "--dpo.reference live"
-    found = [one(place), one(place, "while training"), one(place, "", live)]
+    found, opened = [one(place)], open_files()
+    found += [one(place, "while training"), one(place, "", live)]
+    assert open_files() <= opened
     # before run.overwrite has begun, and when engines exist
     for place_of in (
         "ulysses.check.kernel_proof.prove_once",

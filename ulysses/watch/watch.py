@@ -132,8 +132,8 @@ class Watch:
 
     def stop(self) -> None:
         """End the heartbeat; called before the process ends in good order, or once it has told why it fails."""
-        self.stopped.set()
         self._tell_watchdog("told")
+        self.stopped.set()  # afterwards, because the heartbeat then closes the watchdog's input
 
     def phase(self, name: str, step: int | None = None) -> None:
         """Note that something else begins."""
@@ -252,6 +252,10 @@ class Watch:
                 self._hear(os.read(self._signals, 64))
         os.close(self._signals)
         os.close(self._wake)
+        if self._watchdog:
+            self._watchdog.close()
+        # `signals` has made the process keep this watch to its end, which would keep the store's connections open
+        self._store = self.meeting = None
 
     def _beat(self) -> Beat:
         """Find out how far this process has come."""
@@ -379,7 +383,7 @@ class Watch:
 
     def _tell_watchdog(self, line: str) -> None:
         if self._watchdog:
-            with suppress(OSError):
+            with suppress(OSError, ValueError):  # the heartbeat may have closed it
                 self._watchdog.write(f"{line}\n".encode())
 
     def _hear(self, numbers: bytes) -> None:
