@@ -1,6 +1,7 @@
 """Servers that sample for PPO: what is asked of them, and what their failures cost."""
 
 import math
+import ssl
 import time
 from contextlib import closing
 from types import SimpleNamespace
@@ -372,6 +373,17 @@ def test_a_server_that_comes_back_is_asked_again(tmp_path, server, monkeypatch):
     monkeypatch.setattr(servers.time, "sleep", lambda _: setattr(server, "fault", ""))
     found = sampler(tmp_path, f"sglang+{server.address}").sample({0: PROMPTS[0]})
     assert len(found[0].tokens) == 2
+
+
+def test_requests_share_the_certificates(server, monkeypatch):
+    """Reading them takes the processor longer than a request, and every answer is one."""
+    read, create = [], ssl.create_default_context
+    monkeypatch.setattr(
+        ssl, "create_default_context", lambda **given: read.append(given) or create(**given)
+    )
+    for _ in range(3):
+        servers.call(f"{server.address}/health", timeout=PATIENCE)
+    assert len(read) <= 1
 
 
 def test_a_server_that_cannot_be_reached_in_time_is_asked_once(tmp_path, monkeypatch):
