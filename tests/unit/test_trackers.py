@@ -1,7 +1,9 @@
 """What every tracker is told: packages that are not installed are small modules here, which remember their calls."""
 
+import json
 import math
 import sys
+import tracemalloc
 from copy import deepcopy
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -109,6 +111,17 @@ def test_a_service_is_told_of_the_run_its_steps_and_its_end(name, fails, package
     assert line == {"step": 4, "run": "1a2b", "loss": 2.5, "reward/a:b": None}
 
 
+def test_a_long_log_is_continued_without_holding_it_as_objects():
+    line = {"step": 1, "run": "1a2b", **{f"metric {n}": n / 3 for n in range(20)}}
+    (FOLDER / METRICS).write_text(f"{json.dumps(line)}\n" * 2000)
+    tracemalloc.start()
+    followed(step=1).close()
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 4 * (FOLDER / METRICS).stat().st_size
+    assert [*logged(FOLDER / METRICS)] == [line] * 2000
+
+
 def test_tensorboard_and_the_file_hold_steps_and_settings():
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -156,7 +169,7 @@ def test_a_tracker_changes_no_settings_and_ends_no_run(capsys):
     log.report(1, {"loss": 1.0}, due=True)
     log.close()
     assert SETTINGS == before and Remembers.steps == [1]
-    assert logged(FOLDER / METRICS) == [{"step": 1, "run": "1a2b", "loss": 1.0}]
+    assert [*logged(FOLDER / METRICS)] == [{"step": 1, "run": "1a2b", "loss": 1.0}]
     said = capsys.readouterr()
     assert "Meddles has failed and gets no more metrics" in said.out + said.err
     with (

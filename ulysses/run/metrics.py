@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
@@ -24,13 +24,12 @@ SHOWN = {  # the metrics beside the progress bar, if the stage has them, and the
 METRICS = "metrics.jsonl"  # one JSON object for each logged step
 
 
-def logged(path: Path) -> list[Values]:
-    """Return the lines of a metrics.jsonl that are whole; a crash may have cut some short, not only the last one."""
-    lines = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        with suppress(ValueError):
-            lines.append(json.loads(line))
-    return lines
+def logged(path: Path) -> Iterator[Values]:
+    """Yield the lines of a metrics.jsonl that are whole; a crash may have cut some short, not only the last one."""
+    with suppress(FileNotFoundError), path.open(errors="replace") as file:
+        for line in file:  # of which a long run has too many to hold them all
+            with suppress(ValueError):
+                yield json.loads(line)
 
 
 class MetricsLog:
@@ -71,7 +70,7 @@ class MetricsLog:
                 ) from None
             self.trackers[name] = tracker
         with writing(self.path):
-            kept = [line for line in logged(self.path) if line["step"] <= run.step]
+            kept = (line for line in logged(self.path) if line["step"] <= run.step)
             replace_file(self.path, "".join(f"{json.dumps(line)}\n" for line in kept))
             self.file = self.path.open("a")
         self.bar = progress(total=total_steps, initial=run.step, unit="steps", seconds=math.inf)
