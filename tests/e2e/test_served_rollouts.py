@@ -37,6 +37,7 @@ def test_a_server_answers_one_rollout_ahead(tmp_path, server):
     server.asked.clear()
     ranks([*line, "1", "--run.steps", "8", "--run.resume", "auto"], 2)
     assert asked(server) == [0, 32], "the last rollout asks for no more"
+    assert not (output / "sampler/README.md").exists(), "a model card reads the whole log"
     lines = metrics(output)
     assert [m["rollout"] for m in lines] == [0, 0, 1, 1, 2, 2, 3, 3]
     firsts = lines[::2]

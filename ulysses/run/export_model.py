@@ -203,7 +203,8 @@ def export_model(
     if whole and model.init == "pretrained" and (reads_base or has_others):
         base_files = WeightFiles(resolve_model(str(model.path), model.revision))
         carried = base_files.carried if has_others else {}
-    card = model_card(config, step)
+    # servers do not read it, and get weights at every rollout: it would read a log that grows with the run
+    card = "" if for_servers else model_card(config, step)
     if not whole:
         adapted = shape.adapted_class(task)
         card += f"""
@@ -233,7 +234,8 @@ model = AutoPeftModelFor{task}.from_pretrained("."{end_of_call}
             card += f"\nThe metrics are of the trained weights: {rounding.note}.\n"
         write_json(new / CONFIG, shape.to_hf(dtype=rounding.name, reward=reward))
         copy_side_files(config.output / "tokenizer", new)
-        (new / CARD).write_text(card, encoding="utf-8")
+        if not for_servers:
+            (new / CARD).write_text(card, encoding="utf-8")
     return rounding.note
 
 
