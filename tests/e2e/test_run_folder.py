@@ -58,6 +58,25 @@ def test_a_folder_that_a_node_does_not_see_is_refused(tmp_path):
     )
 
 
+def test_a_folder_that_a_file_system_hides_from_a_node_is_found(tmp_path):
+    """A network file system remembers that there was no such folder until the node tries to make it."""
+
+    def before(rank):
+        import ulysses.check.run_folder as run_folder
+
+        makedirs, holder = os.makedirs, run_folder.HOLDER
+
+        def show(folder, *more, **options):
+            if str(folder) == str(tmp_path / "run"):
+                run_folder.HOLDER = holder
+            return makedirs(folder, *more, **options)
+
+        if rank:
+            run_folder.HOLDER, os.makedirs = "../elsewhere", show
+
+    ranks(arguments(tmp_path), 2, before=before)
+
+
 # What rank 1 says otherwise, and what rank 0 says of it.
 FACTS = {
     "ulysses/run/trainer.py": r"'\w{32}'",

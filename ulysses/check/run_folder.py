@@ -187,6 +187,10 @@ def hold_output(config: Config, resources: ExitStack) -> tuple[str, str]:
         except DiskError as error:
             complaint = str(error)
     run_id, before, holder = gather((run_id, before, holder))[0]
+    # a network file system that has told this node that there is no such folder repeats it for up to a minute, unless
+    # the node tries to make it
+    with suppress(OSError):
+        os.makedirs(os.path.realpath(output), exist_ok=True)
     file = output / HOLDER
     if not complaint and not (file.exists() and file.read_text() == holder):
         complaint = (
