@@ -24,7 +24,7 @@ from xxhash import xxh3_128
 LEASE_SECONDS = 60.0
 # a process that was just killed may take so long to end and release its lock
 NATIVE_SECONDS = 3.0
-NETWORK = ("nfs", "lustre", "beegfs", "gpfs", "ceph", "cifs", "smb", "9p", "glusterfs", "fuse.")
+NETWORK = ("nfs", "lustre", "beegfs", "gpfs", "ceph", "cifs", "smb", "9p", "glusterfs", "fuse")
 HOLDER = ".holder"
 # Bytes that are written and then hashed while the processor's cache still holds them.
 CHUNK = 1 << 20

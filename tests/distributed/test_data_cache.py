@@ -111,13 +111,15 @@ def test_a_dead_writer_hangs_nobody(tmp_path, network):
 
 
 def test_a_lock_is_a_lease_where_the_innermost_mount_is_a_network_file_system(tmp_path):
-    mounts = [
-        SimpleNamespace(mountpoint=str(mountpoint), fstype=kind)
-        for mountpoint, kind in (("/", "ext4"), (tmp_path, "nfs4"), (tmp_path / "disk", "xfs"))
+    kinds = {"": "nfs4", "disk": "xfs", "bucket": "fuse", "disk/bucket": "fuse.gcsfuse"}
+    mounts = [SimpleNamespace(mountpoint="/", fstype="ext4")]
+    mounts += [
+        SimpleNamespace(mountpoint=str(tmp_path / place), fstype=kind)
+        for place, kind in kinds.items()
     ]
     with mock.patch("psutil.disk_partitions", lambda all: mounts):
-        kinds = [type(lock_file(tmp_path / name / "lock")) for name in ("not/there", "disk")]
-    assert kinds == [SoftFileLease, FileLock]
+        locks = [type(lock_file(tmp_path / place / "lock")) for place in ("not/there", *kinds)]
+    assert locks == [SoftFileLease, SoftFileLease, FileLock, SoftFileLease, SoftFileLease]
 
 
 def slow_writer(folder):
