@@ -59,8 +59,8 @@ def meet(seconds: float) -> dist.Store | None:
                 "(--master_port), or set MASTER_PORT"
             ) from None
         raise RuntimeError(
-            f"rank {rank} has not met rank 0 at {address} within {seconds:.0f} s: that process has not started, is "
-            "stuck, or cannot be reached"
+            f"rank {rank} has not met rank 0 at {address} within {seconds:.0f} s: that process has not started, has "
+            "ended with an error, is stuck, or cannot be reached"
         ) from None
 
 
@@ -85,8 +85,8 @@ def _attempt(store: dist.Store, rank: int, world: int, limit: timedelta) -> str:
         if time.monotonic() > deadline:
             raise RuntimeError(
                 f"of {world} processes, these have not come within {limit.total_seconds():.0f} s: rank "
-                f"{', '.join(map(str, missing))}; they have not started, are stuck before they could say where, or "
-                "cannot reach rank 0"
+                f"{', '.join(map(str, missing))}; they have not started, have ended with an error, are stuck before "
+                "they could say where, or cannot reach rank 0"
             )
         time.sleep(0.1)
     store.set(f"{attempt}/all", "")
