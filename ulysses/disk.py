@@ -7,9 +7,11 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from errno import EACCES, EDQUOT, EFBIG, ENOENT, ENOSPC, EPERM
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,51 @@ class DiskError(OSError):
 # ---------------------------------------------------------------- locks
 
 
+class Lease(SoftFileLease):
+    """A lease that is taken over from a dead holder on every file system.
+
+    filelock does so where two names can be exchanged in one step, which NFS, SMB and most of FUSE refuse. There it
+    would leave the file of a dead holder for ever.
+    """
+
+    def acquire(self, timeout: float | None = None, **more: Any) -> Any:
+        """Do what filelock does, and remove the file of a holder who has not renewed it for more than a lease."""
+        timeout = self.timeout if timeout is None else timeout
+        end = inf if timeout < 0 else time.monotonic() + timeout
+        pause = self.lease_duration / 10
+        seen, since = self._file(self.lock_file), time.monotonic()
+        while True:
+            left = max(0.0, end - time.monotonic())
+            try:
+                return super().acquire(min(left, pause), **more)
+            except Timeout:
+                if left <= pause:
+                    raise
+            found = self._file(self.lock_file)
+            if found != seen:
+                seen, since = found, time.monotonic()
+            elif found and time.monotonic() - since > self.lease_duration + pause:
+                self._remove(found)
+
+    @staticmethod
+    def _file(path: str) -> tuple[int, int] | None:
+        """Return which file it is and when it was renewed; opened, because NFS remembers what it told before."""
+        with suppress(OSError), open(path) as file:
+            status = os.fstat(file.fileno())
+            return status.st_ino, status.st_mtime_ns
+        return None
+
+    def _remove(self, dead: tuple[int, int]) -> None:
+        """Remove the lock file, unless a process that did so before has made another one, which is put back."""
+        aside = f"{self.lock_file}.{os.uname().nodename}-{os.getpid()}"
+        with suppress(OSError):
+            os.rename(self.lock_file, aside)
+            if self._file(aside) == dead:
+                os.unlink(aside)
+            else:
+                os.rename(aside, self.lock_file)
+
+
 def lock_file(path: Path) -> BaseFileLock:
     """Return a lock to be held in a `with` statement, by one process at a time; `path` is the lock file.
 
@@ -53,7 +100,7 @@ def lock_file(path: Path) -> BaseFileLock:
     # the innermost mount holds the folder
     kind = kinds[max(kinds, key=len)] if kinds else ""
     if kind.startswith(NETWORK):
-        return SoftFileLease(path, lease_duration=LEASE_SECONDS)
+        return Lease(path, lease_duration=LEASE_SECONDS)
     return FileLock(path)
 
 
@@ -70,7 +117,7 @@ def held(folder: Path, holder: str) -> Iterator[str]:
     with writing(folder):
         os.makedirs(os.path.realpath(folder), exist_ok=True)  # a link may lead nowhere yet
         lock = lock_file(folder / ".lock")
-        patience = 1.5 * LEASE_SECONDS if isinstance(lock, SoftFileLease) else NATIVE_SECONDS
+        patience = 1.5 * LEASE_SECONDS if isinstance(lock, Lease) else NATIVE_SECONDS
         with suppress(Timeout):
             lock.acquire(timeout=patience)
         before = file.read_text() if file.exists() else ""

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from filelock import FileLock, SoftFileLease
+from filelock import FileLock
 
 from tests.data_case import open_data
 from tests.harness import run_distributed, until
@@ -16,7 +16,7 @@ from ulysses.data import DataError
 from ulysses.data.cache import build_once
 from ulysses.data.read.sources import Source
 from ulysses.data.read.tokenizer import load_tokenizer
-from ulysses.disk import lock_file
+from ulysses.disk import Lease, lock_file
 
 
 def refusal(tokenizer_folder, source, cache):
@@ -36,12 +36,14 @@ def test_the_writers_error_reaches_every_rank(tmp_path):
     assert len(set(said)) == 1 and "x.jsonl row 2 has no 'completion'" in said[0]
 
 
-@pytest.fixture(params=[False, True])
+@pytest.fixture(params=["local", "network", "NFS"])
 def network(request, monkeypatch):
-    """Every file system counts as one of a network, or as what it is."""
-    if request.param:
+    """Every file system counts as what it is, or as one of a network, which may be unable to exchange two names."""
+    if request.param != "local":
         monkeypatch.setattr("ulysses.disk.NETWORK", "")
         monkeypatch.setattr("ulysses.disk.LEASE_SECONDS", 4.0)
+    if request.param == "NFS":
+        monkeypatch.setattr("filelock._soft.exchange_names", lambda *names: False)
 
 
 def build_noted(folder, build):
@@ -119,7 +121,7 @@ def test_a_lock_is_a_lease_where_the_innermost_mount_is_a_network_file_system(tm
     ]
     with mock.patch("psutil.disk_partitions", lambda all: mounts):
         locks = [type(lock_file(tmp_path / place / "lock")) for place in ("not/there", *kinds)]
-    assert locks == [SoftFileLease, SoftFileLease, FileLock, SoftFileLease, SoftFileLease]
+    assert locks == [Lease, Lease, FileLock, Lease, Lease]
 
 
 def slow_writer(folder):
