@@ -498,6 +498,35 @@ def test_the_watchdog_speaks_if_nobody_else_can(word, launcher, says):
     assert says or not done.stderr
 
 
+def test_a_run_that_ends_while_its_watchdog_starts_has_not_failed(monkeypatch, capfd):
+    watch, stopping = Watch(), threading.Event()
+    start, tell_it, end = watch._start_watchdog, watch._tell_watchdog, watch.stopped.set
+    lines = []
+
+    def start_late():
+        stopping.wait(PATIENCE)
+        start()
+
+    def end_late():
+        stopping.set()
+        until(lambda: "start" in lines)
+        end()
+
+    def note(line):
+        tell_it(line)
+        lines.append(line)
+
+    monkeypatch.setattr(watch, "_start_watchdog", start_late)
+    monkeypatch.setattr(watch, "_tell_watchdog", note)
+    monkeypatch.setattr(watch.stopped, "set", end_late)
+    earlier = {*psutil.Process().children()}
+    watch.start(lambda: None)
+    watch.stop()
+    [watchdog] = {*psutil.Process().children()} - earlier
+    watchdog.wait(PATIENCE)
+    assert not capfd.readouterr().err
+
+
 def test_ranks_whose_launcher_is_gone_save_and_end(tmp_path):
     """As under deepspeed, whose launcher has another one in front of it, which is what a user kills."""
 

@@ -132,8 +132,8 @@ class Watch:
 
     def stop(self) -> None:
         """End the heartbeat; called before the process ends in good order, or once it has told why it fails."""
+        self.stopped.set()
         self._tell_watchdog("told")
-        self.stopped.set()  # afterwards, because the heartbeat then closes the watchdog's input
 
     def phase(self, name: str, step: int | None = None) -> None:
         """Note that something else begins."""
@@ -253,6 +253,7 @@ class Watch:
         os.close(self._signals)
         os.close(self._wake)
         if self._watchdog:
+            self._tell_watchdog("told")  # by `stop` too, unless this watchdog has just started
             self._watchdog.close()
         # `signals` has made the process keep this watch to its end, which would keep the store's connections open
         self._store = self.meeting = None
