@@ -47,7 +47,7 @@ class Lease(SoftFileLease):
     would leave the file of a dead holder for ever.
     """
 
-    def acquire(self, timeout: float | None = None) -> Any:
+    def acquire(self, timeout: float | None = None) -> Any:  # type: ignore[override]
         """Do what filelock does, and remove the file of a holder who has not renewed it for more than a lease."""
         timeout = self.timeout if timeout is None else timeout
         end = inf if timeout < 0 else time.monotonic() + timeout
